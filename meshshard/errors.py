@@ -1,0 +1,51 @@
+"""What can go wrong, as a tree.
+
+    MeshshardError
+    ├── ReadError        a file or object cannot be turned into a mesh
+    ├── MeshError        the mesh contradicts itself: ids, offsets, arities, coordinates
+    ├── PartitionError   no valid labels: METIS failed, labels refused, a plan that does not close
+    ├── StoreError       a folder of shards is unfinished, damaged, mismatched or in the way
+    └── RenderError      this machine cannot draw
+
+    MeshWarning          the input is usable, but something in it deserves a look
+
+A message is one line: what is wrong (file, cell, array), then the remedy.
+"""
+
+__all__ = [
+    "MeshError",
+    "MeshWarning",
+    "MeshshardError",
+    "PartitionError",
+    "ReadError",
+    "RenderError",
+    "StoreError",
+]
+
+
+class MeshshardError(Exception):
+    """Base of every error that meshshard raises on purpose."""
+
+
+class ReadError(MeshshardError):
+    """A file or object cannot be turned into a mesh."""
+
+
+class MeshError(MeshshardError):
+    """The mesh contradicts itself."""
+
+
+class PartitionError(MeshshardError):
+    """No valid partition could be made or proved."""
+
+
+class StoreError(MeshshardError):
+    """A folder of shards is unfinished, damaged, mismatched or in the way."""
+
+
+class RenderError(MeshshardError):
+    """This machine cannot draw."""
+
+
+class MeshWarning(UserWarning):
+    """The input is usable, but something in it deserves a look."""

@@ -1,0 +1,194 @@
+"""Mesh: points, cells of one dimension, fields; and the geometry of cells in plain numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from meshshard.cells import CELL_TYPES, POLYHEDRON
+from meshshard.errors import MeshError
+
+__all__ = ["Faces", "Mesh"]
+
+Array = npt.NDArray[Any]
+CHUNK = 1 << 17  # cells a chunk: its gathered corners stay in the cache
+
+
+class Faces(NamedTuple):
+    """Faces of polyhedra, listed cell by cell (int64).
+
+    Attributes:
+        cell_offsets: (n_cells + 1,) faces of cell i are cell_offsets[i]:cell_offsets[i + 1].
+        offsets: (n_faces + 1,) corners of face f are offsets[f]:offsets[f + 1].
+        connectivity: point ids, wound outward.
+    """
+
+    cell_offsets: Array
+    offsets: Array
+    connectivity: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """A surface, a volume, a set of curves (cells of one dimension) or a point cloud (no cells).
+
+    Never changed in place; the arrays are the file's own wherever that is possible.
+
+    Attributes:
+        points: (n_points, 3) float32 or float64, in the units of the file.
+        connectivity: point ids of all cells, one after the other.
+        offsets: (n_cells + 1,) int64; cell i has the points connectivity[offsets[i]:offsets[i + 1]].
+        types: (n_cells,) uint8, VTK cell types, all of dimension `dim`.
+        faces: the faces of the polyhedra, where there are any.
+        point_fields: arrays with a row for each point, by name.
+        cell_fields: arrays with a row for each cell, by name.
+        cell_origin: (n_cells,) row of each cell in the file, None where it is the row here
+            (cells of lower dimension and ghosts are left out, strips are cut into triangles).
+        weld: (n_points,) the first point at the same place, None where points are not merged.
+            Only neighbourhood looks through it; points and fields keep every row of the file.
+        blocks: names of the blocks of a composite file; the cell field "block" counts into it.
+        name: what to call the mesh in messages, usually the file's name.
+    """
+
+    points: Array
+    connectivity: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    offsets: Array = field(default_factory=lambda: np.zeros(1, np.int64))
+    types: Array = field(default_factory=lambda: np.zeros(0, np.uint8))
+    faces: Faces | None = None
+    point_fields: Mapping[str, Array] = field(default_factory=dict)
+    cell_fields: Mapping[str, Array] = field(default_factory=dict)
+    cell_origin: Array | None = None
+    weld: Array | None = None
+    blocks: tuple[str, ...] = ()
+    name: str = "mesh"
+
+    @property
+    def n_points(self) -> int:
+        """Number of points."""
+        return len(self.points)
+
+    @property
+    def n_cells(self) -> int:
+        """Number of cells; 0 for a point cloud."""
+        return len(self.types)
+
+    @cached_property
+    def dim(self) -> int:
+        """Dimension of the cells: 3 volume, 2 surface, 1 curves, 0 point cloud."""
+        present = np.flatnonzero(np.bincount(self.types, minlength=1)) if self.n_cells else []
+        return max((CELL_TYPES[int(t)].dim for t in present), default=0)
+
+    @property
+    def kind(self) -> str:
+        """The word for it: volume, surface, curves or point cloud."""
+        return ("point cloud", "curves", "surface", "volume")[self.dim]
+
+    @cached_property
+    def offset(self) -> Array:
+        """(3,) float64 centre to subtract before a cast to float32; zero unless far from it.
+
+        Points at 1e7 with a body of 0.5 keep five distinct places in float32. Where the centre is
+        more than 100 times as far away as the body is large, positions for models are taken
+        relative to it. The points themselves are never moved.
+        """
+        if not self.n_points:
+            return np.zeros(3)
+        low, high = (np.asarray(f(self.points, axis=0), np.float64) for f in (np.min, np.max))
+        centre, extent = (low + high) / 2, float((high - low).max())
+        far = extent > 0 and np.abs(centre).max() > 100 * extent
+        return centre if far else np.zeros(3)
+
+    def with_fields(
+        self, *, cell: Mapping[str, Array] | None = None, point: Mapping[str, Array] | None = None
+    ) -> Mesh:
+        """A copy with further fields; an array of the same name is replaced."""
+        return replace(
+            self,
+            cell_fields={**self.cell_fields, **(cell or {})},
+            point_fields={**self.point_fields, **(point or {})},
+        )
+
+    def centres(self) -> Array:
+        """(n_cells, 3) float64 mean of each cell's points, relative to `offset`."""
+        out = np.empty((self.n_cells, 3))
+        for rows, ids, starts in self._chunks():
+            count = np.diff(np.append(starts, len(ids)))
+            corners = self.points[ids]
+            for axis in range(3):
+                column = corners[:, axis].astype(np.float64) - self.offset[axis]
+                out[rows, axis] = np.add.reduceat(column, starts) / count
+        return out
+
+    def positions(self, on: str) -> Array:
+        """(n, 3) float64 place of every entity (`on` = "cells" or "points"), relative to `offset`."""
+        if on == "cells":
+            return self.centres()
+        return np.asarray(self.points, np.float64) - self.offset
+
+    def area_vectors(self) -> Array:
+        """(n_cells, 3) float64 area times normal of each surface cell, by the stored winding.
+
+        Half the sum of the cross products of consecutive corners about the first one: exact for
+        flat polygons, the standard vector area for warped ones. OpenFOAM stores boundary faces
+        with normals out of the fluid, into the body; negate them for the body's own outside.
+
+        Raises:
+            MeshError: the mesh is not a surface.
+        """
+        if self.dim != 2:
+            raise MeshError(f"{self.name}: areas need a surface, this is a {self.kind}")
+        out = np.empty((self.n_cells, 3))
+        for rows, ids, starts in self._chunks():
+            count = self._corner_counts(rows, np.diff(np.append(starts, len(ids))))
+            part = out[rows]
+            for n in np.unique(count):
+                of = np.flatnonzero(count == n)
+                corners = self.points[ids[starts[of, None] + np.arange(n)]].astype(np.float64)
+                part[of] = _vector_area(corners)
+        return out
+
+    def areas(self) -> Array:
+        """(n_cells,) float64 area of each surface cell."""
+        return np.asarray(np.linalg.norm(self.area_vectors(), axis=1))
+
+    def normals(self) -> Array:
+        """(n_cells, 3) float64 unit normals by the stored winding (see `area_vectors`).
+
+        A cell of zero area has the normal zero.
+        """
+        area = self.area_vectors()
+        length = np.linalg.norm(area, axis=1, keepdims=True)
+        return np.divide(area, length, out=np.zeros_like(area), where=length > 0)
+
+    def _corner_counts(self, rows: slice, count: Array) -> Array:
+        """Corners of the cells in `rows`, which have `count` points: fewer on curved cells."""
+        table = np.zeros(256, np.int64)
+        for number, cell in CELL_TYPES.items():
+            table[number] = cell.n_corners
+        fixed = table[self.types[rows]]
+        return np.where(fixed > 0, fixed, count)
+
+    def _chunks(self) -> Iterator[tuple[slice, Array, Array]]:
+        """Runs of cells: their rows, their point ids, the start of each cell among these."""
+        for first in range(0, self.n_cells, CHUNK):
+            last = min(first + CHUNK, self.n_cells)
+            bounds = self.offsets[first : last + 1]
+            yield (
+                slice(first, last),
+                self.connectivity[bounds[0] : bounds[-1]],
+                bounds[:-1] - bounds[0],
+            )
+
+
+def _vector_area(corners: Array) -> Array:
+    """Vector area (m, 3) of m polygons of n corners (m, n, 3)."""
+    spokes = corners[:, 1:] - corners[:, :1]
+    total = np.zeros((len(corners), 3))
+    for i in range(spokes.shape[1] - 1):
+        total += np.cross(spokes[:, i], spokes[:, i + 1])
+    return total / 2
