@@ -1,0 +1,296 @@
+"""Graph: who reads from whom, as directed compressed rows; made from a mesh or from points."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshshard.errors import MeshError
+from meshshard.facets import Matches, edges, facets, match
+from meshshard.mesh import Array, Mesh
+
+if TYPE_CHECKING:
+    from scipy.spatial import cKDTree
+
+__all__ = ["Graph", "cell_graph", "knn_graph", "point_graph", "radius_graph"]
+
+QUERY = 1 << 16  # points asked for at once: bounds the memory of neighbour tables
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A directed graph in compressed rows: row i lists the sources of the edges into node i.
+
+    The order of a row is part of the graph: aggregation in that order is what serial and sharded
+    runs have in common.
+
+    Attributes:
+        indptr: (n_nodes + 1,) int64; in-edges of node i are indptr[i]:indptr[i + 1].
+        indices: (n_edges,) int32 or int64, the source node of every edge.
+        symmetric: every edge has its reverse; known by construction, never assumed.
+        weights: (n_nodes,) load of each node, None for one each.
+        positions: (n_nodes, 3) places of the nodes, for the methods that cut by geometry.
+    """
+
+    indptr: Array
+    indices: Array
+    symmetric: bool = False
+    weights: Array | None = None
+    positions: Array | None = None
+
+    @property
+    def n_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.indptr) - 1
+
+    @property
+    def n_edges(self) -> int:
+        """Number of directed edges."""
+        return len(self.indices)
+
+    def destinations(self) -> Array:
+        """(n_edges,) destination node of every edge."""
+        nodes = np.arange(self.n_nodes, dtype=self.indices.dtype)
+        return np.repeat(nodes, np.diff(self.indptr))
+
+    def symmetrised(self) -> Graph:
+        """The graph with every edge in both directions, rows sorted, no loops, no doubles."""
+        if self.symmetric:
+            return self
+        a, b = self.destinations(), self.indices
+        return replace(self, **_rows_of_pairs(a, b, self.n_nodes))
+
+    def check(self) -> Graph:
+        """The graph itself, once its rows and ids are proved to be in range.
+
+        Raises:
+            MeshError: naming the first row or edge that is wrong.
+        """
+        if self.indptr.ndim != 1 or len(self.indptr) < 1 or self.indptr[0] != 0:
+            raise MeshError("graph: indptr must be one row of offsets that starts at 0")
+        falls = np.flatnonzero(np.diff(self.indptr) < 0)
+        if len(falls):
+            raise MeshError(f"graph: indptr falls after row {falls[0]}; offsets must not decrease")
+        if self.indptr[-1] != self.n_edges:
+            raise MeshError(
+                f"graph: indptr ends at {self.indptr[-1]}, but there are {self.n_edges} edges"
+            )
+        bad = np.flatnonzero((self.indices < 0) | (self.indices >= self.n_nodes))
+        if len(bad):
+            raise MeshError(
+                f"graph: edge {bad[0]} comes from node {self.indices[bad[0]]}, "
+                f"but nodes are 0 to {self.n_nodes - 1}"
+            )
+        return self
+
+
+def cell_graph(mesh: Mesh, found: Matches | None = None) -> Graph:
+    """Cells as nodes, linked where they share a facet: an edge, a face, an end point.
+
+    Rows are sorted; pairs that share several facets are linked once; a cell is never linked to
+    itself. The matches of the facets may be passed where they are known.
+    """
+    found = match(facets(mesh), mesh.n_points) if found is None else found
+    owner = found.facets.owner
+    if found.shared:
+        pairs = owner[found.first], owner[found.second]
+        return Graph(**_rows_of_pairs(*pairs, mesh.n_cells))
+    # Every facet has one twin at most: the table by facet is already ordered by cell.
+    linked = (found.twin >= 0) & (found.twin != owner)
+    ends = np.concatenate([[0], np.cumsum(linked, dtype=np.int64)])
+    return Graph(**_sorted_rows(ends[found.facets.offsets], found.twin[linked]))
+
+
+def point_graph(mesh: Mesh) -> Graph:
+    """Points as nodes, linked along the edges of the cells (of their faces, for volumes).
+
+    Points that the weld map merges are linked to the one they are merged with.
+    """
+    a, b = edges(mesh)
+    if mesh.weld is not None:
+        copies = np.flatnonzero(mesh.weld != np.arange(mesh.n_points))
+        a, b = np.concatenate([a, copies]), np.concatenate([b, mesh.weld[copies]])
+    return Graph(**_rows_of_pairs(a, b, mesh.n_points))
+
+
+def knn_graph(points: Array, k: int) -> Graph:
+    """Each point hears its k nearest others; ties go by distance, then by id.
+
+    Args:
+        points: (n, d) finite coordinates; compared in float64.
+        k: neighbours of each point; n - 1 where that is fewer.
+
+    Returns:
+        A directed graph; rows are ordered by (distance, id). A point is never its own neighbour,
+        points at the same place are.
+    """
+    points = _finite(points)
+    n, k = len(points), min(k, len(points) - 1)
+    if k < 1:
+        return Graph(np.zeros(n + 1, np.int64), np.zeros(0, np.int32), symmetric=n < 2)
+    order, tree = _tree(points)
+    nearest = np.empty((n, k), np.int32 if n < 2**31 else np.int64)
+    for first in range(0, n, QUERY):
+        rows = order[first : first + QUERY]
+        nearest[rows] = _nearest(points, rows, k, order, tree)
+    return Graph(np.arange(0, n * k + 1, k, dtype=np.int64), nearest.ravel())
+
+
+def radius_graph(points: Array, radius: float, max_neighbours: int | None = None) -> Graph:
+    """Each point hears all others within `radius`, the nearest `max_neighbours` of them.
+
+    Rows are ordered by (distance, id).
+
+    Raises:
+        MeshError: the edges would not fit into 2^31; take a smaller radius or a limit.
+    """
+    points = _finite(points)
+    n = len(points)
+    order, tree = _tree(points)
+    reach = radius * (1 + 1e-12)
+    counts = tree.query_ball_point(points, reach, return_length=True) if n else np.zeros(0, int)
+    total = int(np.minimum(counts - 1, max_neighbours or n).sum())
+    if total >= 2**31:
+        raise MeshError(
+            f"radius {radius:g} gives {total} edges; take a smaller radius or max_neighbours"
+        )
+    kept: list[Array] = [np.zeros(0, np.int64)]
+    degree = np.zeros(n, np.int64)
+    for first, last in _runs_of_at_most(counts, 1 << 22):
+        rows = np.arange(first, last)
+        to, distance, at = _ball(points, rows, reach, order, tree)
+        keep = (distance <= radius**2) & (rank_in_row(at) < (max_neighbours or n))
+        kept.append(to[keep])
+        degree[first:last] = np.bincount(at[keep], minlength=last - first)
+    indptr = np.concatenate([[0], np.cumsum(degree)])
+    indices = np.concatenate(kept).astype(np.int32 if n < 2**31 else np.int64)
+    return Graph(indptr, indices, symmetric=max_neighbours is None)
+
+
+def rank_in_row(rows: Array) -> Array:
+    """Position of each entry within its run of equal values in `rows` (sorted)."""
+    new = np.ones(len(rows), bool)
+    new[1:] = rows[1:] != rows[:-1]
+    start = np.flatnonzero(new)
+    return np.asarray(np.arange(len(rows)) - np.repeat(start, np.diff(np.append(start, len(rows)))))
+
+
+def _finite(points: Array) -> Array:
+    points = np.asarray(points, np.float64)
+    bad = np.flatnonzero(~np.isfinite(points).all(axis=1))
+    if len(bad):
+        raise MeshError(f"{len(bad)} points are not finite: ids {bad[:5].tolist()}; remove them")
+    return points
+
+
+def _tree(points: Array) -> tuple[Array, cKDTree]:
+    """Points along a Morton curve (neighbours in space are neighbours in memory), and their tree."""
+    from scipy.spatial import cKDTree
+
+    from meshshard.curves import morton_order
+
+    order = morton_order(points[:, :3])
+    return order, cKDTree(points[order])
+
+
+def _nearest(points: Array, rows: Array, k: int, order: Array, tree: cKDTree) -> Array:
+    """(len(rows), k) ids of the nearest others, by distance, then id.
+
+    The tree is asked for two more than k: itself, and one that shows whether the k-th is tied.
+    Where it is, everything within that distance is fetched and ordered.
+    """
+    asked = min(k + 2, len(points))
+    _, found = tree.query(points[rows], asked)
+    to = order[found]
+    distance = _square(points[rows][:, None] - points[to])
+    distance[to == rows[:, None]] = -1.0  # itself comes first, wherever the tree put it
+    by = np.lexsort((to, distance))
+    to, distance = np.take_along_axis(to, by, 1), np.take_along_axis(distance, by, 1)
+    tied = np.flatnonzero(distance[:, -1] <= distance[:, k] * (1 + 1e-12))
+    if asked == len(points):
+        tied = tied[:0]
+    out = to[:, 1 : k + 1]
+    for some in np.array_split(tied, max(1, len(tied) * k // (1 << 16))):
+        if len(some):
+            out[some] = _nearest_among_ties(points, rows[some], k, order, tree)
+    return out
+
+
+def _nearest_among_ties(points: Array, rows: Array, k: int, order: Array, tree: cKDTree) -> Array:
+    """As `_nearest`, from all points at most as far as the k-th."""
+    reach, _ = tree.query(points[rows], [k + 1])
+    to, _, at = _ball(points, rows, reach[:, 0] * (1 + 1e-12), order, tree)
+    return to[rank_in_row(at) < k].reshape(len(rows), k)
+
+
+def _ball(
+    points: Array, rows: Array, reach: Array | float, order: Array, tree: cKDTree
+) -> tuple[Array, Array, Array]:
+    """All others within `reach`: ids, squared distances, and the place in `rows` they belong to.
+
+    Sorted by place, distance, id.
+    """
+    found = tree.query_ball_point(points[rows], reach)
+    at = np.repeat(np.arange(len(rows)), [len(f) for f in found])
+    to = order[np.concatenate([np.zeros(0, np.int64), *found]).astype(np.int64)]
+    other = to != rows[at]
+    to, at = to[other], at[other]
+    distance = _square(points[rows[at]] - points[to])
+    by = np.lexsort((to, distance, at))
+    return to[by], distance[by], at[by]
+
+
+def _square(difference: Array) -> Array:
+    """Squared length along the last axis, summed in a fixed order."""
+    total = np.zeros(difference.shape[:-1])
+    for axis in range(difference.shape[-1]):
+        total += difference[..., axis] ** 2
+    return total
+
+
+def _runs_of_at_most(counts: Array, most: int) -> list[tuple[int, int]]:
+    """Cut rows into runs whose counts sum to about `most`."""
+    if not len(counts):
+        return []
+    block = np.cumsum(counts) // most
+    cuts = np.flatnonzero(np.diff(block)) + 1
+    edges = [0, *cuts.tolist(), len(counts)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def _rows_of_pairs(a: Array, b: Array, n: int) -> dict[str, Array | bool]:
+    """Sorted symmetric rows from pairs, without loops and doubles, by one sort of packed pairs."""
+    keys = np.empty(2 * len(a), np.uint64)
+    for half, row, column in ((keys[: len(a)], a, b), (keys[len(a) :], b, a)):
+        half[:] = row
+        half <<= np.uint64(32)
+        half |= column.astype(np.uint64)
+    keys.sort()
+    keep = np.ones(len(keys), bool)
+    keep[1:] = keys[1:] != keys[:-1]
+    keep &= (keys >> np.uint64(32)) != (keys & np.uint64(0xFFFFFFFF))
+    keys = keys[keep]
+    indices = (keys & np.uint64(0xFFFFFFFF)).astype(np.int32)
+    keys >>= np.uint64(32)
+    indptr = np.searchsorted(keys, np.arange(n + 1, dtype=np.uint64)).astype(np.int64)
+    return {"indptr": indptr, "indices": indices, "symmetric": True}
+
+
+def _sorted_rows(indptr: Array, indices: Array) -> dict[str, Array | bool]:
+    """Rows sorted by id, doubles dropped."""
+    from scipy.sparse import csr_array
+
+    n = len(indptr) - 1
+    rows = csr_array((np.ones(len(indices), np.int8), indices, indptr), shape=(n, n))
+    rows.sort_indices()
+    indices = rows.indices.astype(indices.dtype, copy=False)
+    double = np.zeros(len(indices), bool)
+    double[1:] = indices[1:] == indices[:-1]
+    starts = indptr[:-1][np.diff(indptr) > 0]
+    double[starts] = False
+    if double.any():
+        kept = np.concatenate([[0], np.cumsum(~double)])
+        indptr, indices = kept[indptr], indices[~double]
+    return {"indptr": indptr, "indices": indices, "symmetric": True}

@@ -1,0 +1,413 @@
+"""Partition: a mesh in shard order, and everything about who owns, reads and sends what."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from meshshard.errors import MeshWarning, PartitionError
+from meshshard.graph import Graph, cell_graph, knn_graph, point_graph
+from meshshard.inspection import glue
+from meshshard.mesh import Array, Mesh
+from meshshard.partitioners import Given, Metis, Partitioner, label
+from meshshard.plan import Halo, Plan, halo_of, plan_of, runs, send_lists
+from meshshard.quality import Quality, quality_of
+
+__all__ = ["Partition", "entity_of", "partition"]
+
+CLOUD_NEIGHBOURS = 16  # in-edges of a point of a cloud, where no graph is given
+UNEVEN = 1.05  # largest over mean owned rows, above which merged ranks get a warning
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """One mesh, cloud or graph cut into k shards; row order is shard order.
+
+    Rows are renumbered so that the rows of a shard are contiguous: `sizes` and `origin` are the
+    whole partition, the owner of an id is its place in `offsets`.
+
+    Attributes:
+        graph: the graph in shard order; in-edges of a row keep the order they had.
+        sizes: (k,) int64 owned rows of every shard: the sharding shapes.
+        origin: (n,) row in the mesh (or the graph) of every row here.
+        halo: the rows every shard needs.
+        entity: what a row is: "cells", "points", or "nodes" of a bare graph.
+        mesh: what was cut; None for a bare graph.
+        targets: (k,) shares of the load that were asked for; None for equal ones.
+        method: how it was cut, for the record.
+    """
+
+    graph: Graph
+    sizes: Array
+    origin: Array
+    halo: Halo
+    entity: str
+    mesh: Mesh | None = None
+    targets: Array | None = None
+    method: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def k(self) -> int:
+        """Number of shards."""
+        return len(self.sizes)
+
+    @cached_property
+    def offsets(self) -> Array:
+        """(k + 1,) shard p owns the rows offsets[p]:offsets[p + 1]."""
+        return np.concatenate([[0], np.cumsum(self.sizes)])
+
+    @cached_property
+    def labels(self) -> Array:
+        """(n,) int64 shard of every entity, in the order of the mesh."""
+        out = np.empty(len(self.origin), np.int64)
+        out[self.origin] = np.repeat(np.arange(self.k), self.sizes)
+        return out
+
+    @cached_property
+    def quality(self) -> Quality:
+        """Owned, halo, peers, pieces, cut, volume, imbalance; prints as a table."""
+        return quality_of(
+            self.graph, self.sizes, self.halo, self.sends[2], self.targets, self.entity
+        )
+
+    @cached_property
+    def sends(self) -> tuple[Array, Array, Array]:
+        """Rows to send by (owner, receiver), see `plan.send_lists`."""
+        return send_lists(self.halo, self.sizes)
+
+    def plan(self, shard: int) -> Plan:
+        """The exchange plan and local edges of one shard."""
+        return plan_of(self.graph, self.sizes, self.halo, self.sends, shard)
+
+    def edge_attributes(self, shard: int) -> tuple[Array, Array]:
+        """Relative position (n_edges, 3) source minus destination, and length, float64.
+
+        In the order of the plan's edges, in the units of the mesh.
+        """
+        plan = self.plan(shard)
+        owned = np.arange(self.offsets[shard], self.offsets[shard + 1])
+        place = self._positions[self.origin[np.concatenate([owned, plan.halo])]]
+        to = np.repeat(np.arange(plan.n_local), np.diff(plan.indptr))
+        relative = place[plan.indices] - place[to]
+        return relative, np.linalg.norm(relative, axis=1)
+
+    @cached_property
+    def _positions(self) -> Array:
+        if self.graph.positions is not None:
+            back = np.empty_like(self.graph.positions)
+            back[self.origin] = self.graph.positions
+            return back
+        if self.mesh is None:
+            raise PartitionError("this graph has no positions; give it some: Graph(positions=…)")
+        return self.mesh.positions(self.entity)
+
+    def merge(self, ranks: int) -> Partition:
+        """The same rows on fewer ranks: each takes a run of shards, their mutual halo is interior.
+
+        The runs make the largest owned count smallest. Ids and their order stay as they are.
+
+        Raises:
+            PartitionError: more ranks than shards, or none.
+        """
+        if not 1 <= ranks <= self.k:
+            raise PartitionError(f"{self.k} shards run on 1 to {self.k} ranks, not on {ranks}")
+        cuts = runs(self.sizes, ranks)
+        sizes = np.add.reduceat(self.sizes, cuts[:-1])
+        uneven = sizes.max() * ranks / max(sizes.sum(), 1)
+        if uneven > UNEVEN:
+            warnings.warn(
+                f"{self.k} shards on {ranks} ranks: the fullest holds {100 * (uneven - 1):.0f} % "
+                "more than the mean; a multiple of the ranks divides evenly",
+                MeshWarning,
+                stacklevel=2,
+            )
+        targets = None if self.targets is None else np.add.reduceat(self.targets, cuts[:-1])
+        return _planned(replace(self, sizes=sizes, targets=targets))
+
+    def reordered(self, order: Literal["morton", "rcm", "file"]) -> Partition:
+        """The same shards with their rows in another order, for locality in memory.
+
+        "morton" along a Z-curve, "rcm" by reverse Cuthill-McKee, "file" as in the mesh.
+        """
+        n = len(self.origin)
+        if order == "morton":
+            from meshshard.curves import morton_order
+
+            first = np.empty(n, np.int64)
+            first[morton_order(self._positions)] = np.arange(n)
+            rank = first[self.origin]
+        elif order == "rcm":
+            rank = _cuthill_mckee(self.graph)
+        elif order == "file":
+            rank = self.origin
+        else:
+            raise PartitionError(f"order {order!r} is unknown: file, morton or rcm")
+        shard = np.repeat(np.arange(self.k), self.sizes)
+        by = np.lexsort((rank, shard))
+        return _planned(
+            replace(self, graph=_permuted(self.graph, by), origin=self.origin[by])
+        )
+
+    def check(self) -> Partition:
+        """The partition itself, once its plan is proved: shapes tile, sent is received.
+
+        Every shard's ids are sent through the plan and compared with its halo, row for row, and
+        local edges are compared with the graph.
+
+        Raises:
+            PartitionError: naming the shard and row that do not close.
+        """
+        n = len(self.origin)
+        if int(self.sizes.sum()) != n or (np.bincount(self.origin, minlength=n) != 1).any():
+            raise PartitionError(f"shards own {self.sizes.sum()} rows, not each of {n} once")
+        plans = [self.plan(p) for p in range(self.k)]
+        for plan in plans:
+            received = self._received(plans, plan.shard)
+            if len(received) != len(plan.halo) or (received != plan.halo).any():
+                raise PartitionError(f"shard {plan.shard}: rows sent are not the rows it needs")
+            self._check_edges(plan)
+        return self
+
+    def _received(self, plans: list[Plan], shard: int) -> Array:
+        """Ids that peers send to a shard, in the order of the peers."""
+        parts = [np.zeros(0, np.int64)]
+        for peer in plans:
+            stop = np.cumsum(peer.send_counts)[shard]
+            rows = peer.send_rows[stop - peer.send_counts[shard] : stop]
+            parts.append(rows + self.offsets[peer.shard])
+        return np.concatenate(parts)
+
+    def _check_edges(self, plan: Plan) -> None:
+        """Local sources, seen as ids, are the graph's own."""
+        own = np.arange(self.offsets[plan.shard], self.offsets[plan.shard + 1])
+        ids = np.concatenate([own, plan.halo])
+        if len(plan.indices) and not 0 <= plan.indices.min() <= plan.indices.max() < len(ids):
+            raise PartitionError(f"shard {plan.shard}: an edge has no local source")
+        known = np.diff(plan.indptr) > 0
+        known[: plan.n_owned] = True
+        for row in (known, np.arange(len(ids)) < plan.n_owned):
+            starts, stops = self.graph.indptr[ids[row]], self.graph.indptr[ids[row] + 1]
+            if (np.diff(plan.indptr)[row] != stops - starts).any():
+                raise PartitionError(f"shard {plan.shard}: a row has lost in-edges")
+        first = self.graph.indices[self.graph.indptr[own[0]] :] if len(own) else own
+        count = plan.indptr[plan.n_owned]
+        wrong = np.flatnonzero(ids[plan.indices[:count]] != first[:count])
+        if len(wrong):
+            raise PartitionError(f"shard {plan.shard}: edge {wrong[0]} has another source")
+
+    def save(self, path: str | Path, **record: Any) -> Path:
+        """Write the folder of shards, see `meshshard.store.save`."""
+        from meshshard.store import save
+
+        return save(self, path, **record)
+
+    def __repr__(self) -> str:
+        """One line: how many of what, in how many shards."""
+        name = "graph" if self.mesh is None else self.mesh.name
+        return f"Partition({name}: {len(self.origin):,} {self.entity} in {self.k} shards)"
+
+    def _repr_html_(self) -> str:
+        return f"<b>{self!r}</b>{self.quality._repr_html_()}"
+
+
+def partition(
+    mesh: Mesh | Graph | Any,
+    parts: int | Sequence[float],
+    *,
+    on: str = "auto",
+    method: Partitioner | Callable[..., Array] | Array | None = None,
+    weights: Array | str | None = None,
+    halo: int = 1,
+    graph: Graph | None = None,
+) -> Partition:
+    """Cut a mesh, cloud or graph into shards, and plan the exchange between them.
+
+    Args:
+        mesh: a Mesh, a Graph, a PyVista dataset, or the path of a file.
+        parts: number of shards, or a share for each (2:1:1 for one fast device of three).
+        on: "cells", "points", or "auto": cells where they have fields or nothing has, else points.
+        method: a partitioner, `Metis()` by default; labels; or a function (graph, parts) -> labels.
+        weights: load of every entity: an array, the name of a field, or "area".
+        halo: rings of halo rows, 1 for layers that exchange once each.
+        graph: the graph that the layers use, instead of neighbours in the mesh (16 nearest for a
+            cloud): partition what you run.
+
+    Returns:
+        The partition, with its halo and plan.
+
+    Raises:
+        PartitionError: parts, weights, halo or labels that cannot be right; METIS failed.
+        MeshError: the mesh cannot be cut this way.
+    """
+    k, targets = _parts(parts)
+    if halo < 1:
+        raise PartitionError(f"halo {halo}: at least one ring is needed")
+    method = _method(method)
+    if isinstance(mesh, Graph):
+        source, entity, graph = None, "nodes", mesh.check()
+    else:
+        source = _as_mesh(mesh)
+        entity = entity_of(source, on)
+        source, graph = _graph_of(source, entity, graph, method)
+    if weights is not None:
+        graph = replace(graph, weights=_weights(source, entity, weights, graph.n_nodes))
+    if getattr(method, "geometric", True) and graph.positions is None and source is not None:
+        graph = replace(graph, positions=source.positions(entity))
+    labels = label(graph, k, method, targets)
+    origin = np.argsort(labels.astype(np.uint16 if k < 2**16 else np.int64), kind="stable")
+    sizes = np.bincount(labels, minlength=k)
+    made = Partition(
+        _permuted(graph, origin),
+        sizes,
+        origin,
+        Halo(np.zeros(k + 1, np.int64), origin[:0], origin[:0].astype(np.uint8), halo),
+        entity,
+        source,
+        targets,
+        _record(method),
+    )
+    return _planned(made)
+
+
+def entity_of(mesh: Mesh, on: str = "auto") -> str:
+    """What to shard: "cells" or "points".
+
+    By itself: cells where cells have fields, points where only points have, and the points of a
+    cloud; cells where nothing has a field.
+
+    Raises:
+        PartitionError: an unknown word, or cells of a mesh that has none.
+    """
+    if on not in ("auto", "cells", "points"):
+        raise PartitionError(f"on {on!r} is unknown: cells, points or auto")
+    if on == "cells" and not mesh.n_cells:
+        raise PartitionError(f"{mesh.name}: has no cells; shard its points")
+    if on != "auto":
+        return on
+    only_points = bool(mesh.point_fields) and not mesh.cell_fields
+    return "points" if only_points or not mesh.n_cells else "cells"
+
+
+def _graph_of(
+    mesh: Mesh, entity: str, graph: Graph | None, method: Any
+) -> tuple[Mesh, Graph]:
+    """The mesh, its points merged where that glues cells, and the graph of its entities."""
+    if not mesh.n_cells:
+        return mesh, _given(mesh, entity, graph) or knn_graph(mesh.points, CLOUD_NEIGHBOURS)
+    mesh, found = glue(mesh)
+    if graph is not None:
+        return mesh, _given(mesh, entity, graph) or graph
+    if entity == "cells":
+        return mesh, cell_graph(mesh, found)
+    return mesh, point_graph(mesh)
+
+
+def _given(mesh: Mesh, entity: str, graph: Graph | None) -> Graph | None:
+    """A graph of the caller's, once it fits the mesh."""
+    if graph is None:
+        return None
+    n = mesh.n_cells if entity == "cells" else mesh.n_points
+    if graph.n_nodes != n:
+        raise PartitionError(f"{mesh.name}: the graph has {graph.n_nodes} nodes for {n} {entity}")
+    return graph.check()
+
+
+def _parts(parts: int | Sequence[float]) -> tuple[int, Array | None]:
+    """Number of shards and their shares."""
+    if isinstance(parts, (int, np.integer)):
+        if parts < 1:
+            raise PartitionError(f"parts {parts}: at least one is needed")
+        return int(parts), None
+    shares = np.asarray(parts, np.float64)
+    if shares.ndim != 1 or not len(shares) or not (shares > 0).all():
+        raise PartitionError(f"parts {parts!r}: a number, or a positive share for each part")
+    return len(shares), shares / shares.sum()
+
+
+def _method(method: Any) -> Any:
+    if method is None:
+        return Metis()
+    return Given(method) if isinstance(method, (np.ndarray, list, str, Path)) else method
+
+
+def _record(method: Any) -> dict[str, Any]:
+    """Name and options of a method, for the manifest."""
+    name = getattr(method, "__name__", type(method).__name__)
+    options = {f: getattr(method, f) for f in getattr(method, "__dataclass_fields__", {})}
+    return {"name": name, **{f: v for f, v in options.items() if not hasattr(v, "shape")}}
+
+
+def _as_mesh(mesh: Any) -> Mesh:
+    """A Mesh from whatever can be one."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    from meshshard import io
+
+    return io.read(mesh) if isinstance(mesh, (str, Path)) else io.from_pyvista(mesh)
+
+
+def _weights(mesh: Mesh | None, entity: str, weights: Array | str, n: int) -> Array:
+    """Load of every entity."""
+    if isinstance(weights, str):
+        if mesh is None:
+            raise PartitionError(f"weight {weights!r}: a bare graph has no fields; give an array")
+        weights = _field(mesh, entity, weights)
+    weights = np.asarray(weights)
+    if weights.shape != (n,):
+        raise PartitionError(f"weights of shape {weights.shape}; one number for {n} entities")
+    return weights
+
+
+def _field(mesh: Mesh, entity: str, name: str) -> Array:
+    """A field of the entities, or their area."""
+    fields = mesh.cell_fields if entity == "cells" else mesh.point_fields
+    if name in fields:
+        return fields[name]
+    if name == "area" and entity == "cells":
+        return mesh.areas()
+    raise PartitionError(
+        f"{mesh.name}: no field {name!r} on {entity}; there are: {', '.join(fields) or 'none'}"
+    )
+
+
+def _planned(made: Partition) -> Partition:
+    """The same partition with its halo."""
+    return replace(made, halo=halo_of(made.graph, made.sizes, made.halo.depth))
+
+
+def _permuted(graph: Graph, origin: Array) -> Graph:
+    """The graph with row i taken from row origin[i]; rows keep the order of their edges."""
+    from scipy.sparse import csr_array
+
+    n = graph.n_nodes
+    place = np.empty(n, graph.indices.dtype)
+    place[origin] = np.arange(n, dtype=place.dtype)
+    rows = csr_array(
+        (np.broadcast_to(np.int8(1), graph.n_edges), graph.indices, graph.indptr), shape=(n, n)
+    )[origin]
+    return Graph(
+        rows.indptr.astype(np.int64, copy=False),
+        place[rows.indices],
+        graph.symmetric,
+        None if graph.weights is None else graph.weights[origin],
+        None if graph.positions is None else graph.positions[origin],
+    )
+
+
+def _cuthill_mckee(graph: Graph) -> Array:
+    """(n,) place of every node in the reverse Cuthill-McKee order."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import reverse_cuthill_mckee
+
+    whole = graph.symmetrised()
+    n = whole.n_nodes
+    matrix = csr_array((np.ones(whole.n_edges, np.int8), whole.indices, whole.indptr), shape=(n, n))
+    rank = np.empty(n, np.int64)
+    rank[reverse_cuthill_mckee(matrix, symmetric_mode=True)] = np.arange(n)
+    return rank

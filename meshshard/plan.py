@@ -1,0 +1,185 @@
+"""Plan: who sends which rows to whom, for all shards at once; pure arrays, nothing is sent here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from meshshard.facets import ranges
+from meshshard.graph import Graph
+from meshshard.mesh import Array
+
+__all__ = ["Halo", "Plan", "halo_of", "plan_of", "runs", "send_lists"]
+
+
+class Halo(NamedTuple):
+    """The rows that every shard needs from others; ids ascend, so owners do too.
+
+    Attributes:
+        offsets: (k + 1,) the halo of shard p is offsets[p]:offsets[p + 1].
+        ids: id of every halo row.
+        ring: uint8 steps from the owned rows to it, 1 to `depth`.
+        depth: rings that were asked for.
+    """
+
+    offsets: Array
+    ids: Array
+    ring: Array
+    depth: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one shard computes on and exchanges; local rows are its owned rows, then its halo.
+
+    Attributes:
+        shard: its number.
+        n_owned: owned rows.
+        halo: (n_halo,) int64 ids of the halo rows, ascending, so grouped by owner.
+        ring: (n_halo,) uint8 distance of each halo row.
+        indptr: (n_owned + n_halo + 1,) in-edges of local rows. Those of owned rows are the truth;
+            those of halo rows nearer than the last ring are copies of their owner's; the outermost
+            ring has none.
+        indices: source of every edge, as a local row.
+        send_rows: owned rows that others need, grouped by receiver, ids ascending.
+        send_counts: (k,) how many of them go to each shard.
+        recv_counts: (k,) how many halo rows come from each shard.
+    """
+
+    shard: int
+    n_owned: int
+    halo: Array
+    ring: Array
+    indptr: Array
+    indices: Array
+    send_rows: Array
+    send_counts: Array
+    recv_counts: Array
+
+    @property
+    def n_local(self) -> int:
+        """Owned and halo rows together."""
+        return self.n_owned + len(self.halo)
+
+    def cut_edges(self) -> Array:
+        """(n_edges,) bool, edges whose source is a halo row."""
+        return np.asarray(self.indices >= self.n_owned)
+
+    def interior(self) -> Array:
+        """(n_owned,) bool, owned rows that read owned rows only: computed while rows travel."""
+        crossing = np.concatenate([[0], np.cumsum(self.cut_edges())])
+        bounds = crossing[self.indptr[: self.n_owned + 1]]
+        return np.asarray(np.diff(bounds) == 0)
+
+
+def halo_of(graph: Graph, sizes: Array, depth: int) -> Halo:
+    """The halo of every shard of a graph whose rows are in shard order.
+
+    Args:
+        graph: nodes renumbered so that each shard's are contiguous.
+        sizes: (k,) owned rows of every shard.
+        depth: rings; 1 for one exchange a layer, L for one exchange in L layers.
+    """
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    near = [np.unique(_outside(graph, offsets, p)) for p in range(len(sizes))]
+    ids, ring = list(near), [np.ones(len(i), np.uint8) for i in near]
+    for step in range(2, depth + 1):
+        for p, border in enumerate(near):
+            far = np.unique(graph.indices[ranges(graph.indptr[border], graph.indptr[border + 1])])
+            owned = (far >= offsets[p]) & (far < offsets[p + 1])
+            near[p] = np.setdiff1d(far[~owned], ids[p], assume_unique=True)
+            ids[p] = np.concatenate([ids[p], near[p]])
+            ring[p] = np.concatenate([ring[p], np.full(len(near[p]), step, np.uint8)])
+    by = [np.argsort(i) for i in ids]
+    none = np.zeros(0, graph.indices.dtype)
+    return Halo(
+        np.concatenate([[0], np.cumsum([len(i) for i in ids], dtype=np.int64)]),
+        np.concatenate([none, *(i[o] for i, o in zip(ids, by, strict=True))]),
+        np.concatenate([none, *(r[o] for r, o in zip(ring, by, strict=True))]).astype(np.uint8),
+        depth,
+    )
+
+
+def _outside(graph: Graph, offsets: Array, shard: int) -> Array:
+    """Sources of the edges into one shard that it does not own, with repetitions."""
+    first, last = offsets[shard], offsets[shard + 1]
+    sources = graph.indices[graph.indptr[first] : graph.indptr[last]]
+    return sources[(sources < first) | (sources >= last)]
+
+
+def send_lists(halo: Halo, sizes: Array) -> tuple[Array, Array, Array]:
+    """Rows to send, grouped by (owner, receiver), ids ascending: the halos seen from their owners.
+
+    Returns:
+        The offsets (k + 1,) of each owner's rows, the owned rows, and counts (k, k) by
+        (receiver, owner).
+    """
+    k = len(sizes)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    owner = np.searchsorted(offsets, halo.ids, side="right") - 1
+    receiver = np.repeat(np.arange(k), np.diff(halo.offsets))
+    counts = np.bincount(receiver * k + owner, minlength=k * k).reshape(k, k)
+    order = np.argsort(owner, kind="stable")
+    rows = halo.ids[order] - offsets[owner[order]]
+    return np.concatenate([[0], np.cumsum(counts.sum(axis=0))]), rows, counts
+
+
+def plan_of(
+    graph: Graph, sizes: Array, halo: Halo, sends: tuple[Array, Array, Array], shard: int
+) -> Plan:
+    """The plan of one shard, cut out of the arrays of all."""
+    first = int(sizes[:shard].sum())
+    n_owned = int(sizes[shard])
+    mine = slice(halo.offsets[shard], halo.offsets[shard + 1])
+    ids, ring = halo.ids[mine], halo.ring[mine]
+    indptr = graph.indptr[first : first + n_owned + 1]
+    sources = graph.indices[indptr[0] : indptr[-1]]
+    inner = ids[ring < halo.depth]
+    degree = np.zeros(len(ids), np.int64)
+    if len(inner):
+        starts, stops = graph.indptr[inner], graph.indptr[inner + 1]
+        sources = np.concatenate([sources, graph.indices[ranges(starts, stops)]])
+        degree[ring < halo.depth] = stops - starts
+    local = sources - sources.dtype.type(first)
+    away = np.flatnonzero((local < 0) | (local >= n_owned))
+    local[away] = n_owned + np.searchsorted(ids, sources[away])
+    starts, rows, counts = sends
+    return Plan(
+        shard=shard,
+        n_owned=n_owned,
+        halo=ids.astype(np.int64),
+        ring=ring,
+        indptr=np.concatenate([indptr - indptr[0], indptr[-1] - indptr[0] + np.cumsum(degree)]),
+        indices=local,
+        send_rows=rows[starts[shard] : starts[shard + 1]],
+        send_counts=counts[:, shard],
+        recv_counts=counts[shard],
+    )
+
+
+def runs(sizes: Array, ranks: int) -> Array:
+    """Cut k shards into `ranks` runs: (ranks + 1,) offsets that make the largest run smallest.
+
+    Every run has a shard at least; among equals the cuts lie leftmost.
+    """
+    k = len(sizes)
+    total = np.concatenate([[0], np.cumsum(sizes)])
+    low, high = int(np.max(sizes, initial=0)), int(total[-1])
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fill(total, ranks, middle)[0] == 0 else (middle + 1, high)
+    cuts = _fill(total, ranks, low)
+    cuts[0], cuts[-1] = 0, k
+    return cuts
+
+
+def _fill(total: Array, ranks: int, most: int) -> Array:
+    """Fill runs from the right, none above `most`; the first cut is 0 where that suffices."""
+    cuts = np.empty(ranks + 1, np.int64)
+    cuts[ranks] = len(total) - 1
+    for r in range(ranks - 1, -1, -1):
+        lowest = int(np.searchsorted(total, total[cuts[r + 1]] - most))
+        cuts[r] = max(lowest, r)  # r runs to the left need a shard each
+    return cuts
