@@ -25,6 +25,8 @@ nb_execution_mode = "off"  # nbmake runs the notebooks; their stored pictures ar
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
+autodoc_type_aliases = {"Array": "Array"}
 
 html_theme = "furo"
 html_title = f"meshshard {release}"
