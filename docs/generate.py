@@ -1,0 +1,180 @@
+"""Makes the pages that follow the code and the data. Called by conf.py, in a few seconds.
+
+generated/cli.md         the help of every command, from argparse
+generated/api.md         one section a module, for autodoc
+generated/benchmarks.md  tables of benchmarks/results/*.json
+datasets/, notebooks/    copies, so that their links work inside the documentation
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import pkgutil
+import shutil
+import tomllib
+from pathlib import Path
+
+import meshshard
+
+ROOT = Path(__file__).parent.parent
+
+
+def everything(docs: Path) -> None:
+    """Write all generated pages below the documentation's folder."""
+    target = docs / "generated"
+    target.mkdir(exist_ok=True)
+    write(target / "cli.md", cli_page())
+    write(target / "api.md", api_page())
+    write(target / "benchmarks.md", benchmarks_page(ROOT / "benchmarks" / "results"))
+    copy_all(ROOT / "datasets", docs / "datasets", "*.md")
+    copy_all(ROOT / "notebooks", docs / "notebooks", "*.ipynb")
+    write(target / "notebooks.md", notebooks_page(docs / "notebooks"))
+
+
+def version() -> str:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def write(path: Path, text: str) -> None:
+    """Write a page if it changed, so that Sphinx rebuilds only what it must."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def copy_all(source: Path, target: Path, pattern: str) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    for file in sorted(source.rglob(pattern)):
+        if ".ipynb_checkpoints" in file.parts:
+            continue
+        place = target / file.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, place)
+
+
+def notebooks_page(notebooks: Path) -> str:
+    names = [f"/notebooks/{file.stem}" for file in sorted(notebooks.glob("*.ipynb"))]
+    head = (
+        "# Notebooks\n\nEach runs from a clone alone, on data that is in the repository, and "
+        "checks one physical number at its end.\n"
+    )
+    if not names:
+        return head + "\nThere is none in this checkout yet.\n"
+    return head + "\n".join(["\n```{toctree}", ":maxdepth: 1", "", *names, "```\n"])
+
+
+# ------------------------------------------------------------------------------------ command line
+def cli_page() -> str:
+    """Help of the program and of its commands; one hook: meshshard.cli.build_parser()."""
+    if importlib.util.find_spec("meshshard.cli") is None:
+        return "# Command line\n\nThe command line is not part of this checkout yet.\n"
+    parser = importlib.import_module("meshshard.cli").build_parser()
+    parts = ["# Command line\n", "Made from the program's own help.\n", fenced(parser)]
+    for name, command in subcommands(parser).items():
+        parts += [f"\n## meshshard {name}\n", fenced(command)]
+    return "\n".join(parts)
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    return {
+        name: command
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for name, command in action.choices.items()
+    }
+
+
+def fenced(parser: argparse.ArgumentParser) -> str:
+    parser.formatter_class = wide(parser.formatter_class)
+    return f"```text\n{parser.format_help().rstrip()}\n```\n"
+
+
+def wide(formatter: type) -> type:
+    """The same formatter at a fixed width: the page must not depend on the terminal."""
+
+    class Wide(formatter):
+        def __init__(self, prog: str, **settings: object) -> None:
+            super().__init__(prog, **{**settings, "width": 96})
+
+    return Wide
+
+
+# ------------------------------------------------------------------------------------------ Python
+def api_page() -> str:
+    """A section for each public module; autodoc fills it."""
+    names = [
+        module.name
+        for module in pkgutil.walk_packages(meshshard.__path__, "meshshard.")
+        if not any(part.startswith("_") for part in module.name.split("."))
+    ]
+    head = "# Python reference\n\n" + directive("meshshard", members=False)
+    return head + "".join(f"\n## {name}\n\n" + directive(name) for name in names)
+
+
+def directive(module: str, members: bool = True) -> str:
+    options = "   :members:\n   :show-inheritance:\n" if members else ""
+    return f"```{{eval-rst}}\n.. automodule:: {module}\n{options}```\n"
+
+
+def keep_drawings(app, what, name, obj, options, lines: list[str]) -> None:
+    """Trees drawn in a docstring keep their lines: mark the indented block as literal."""
+    drawn = next((i for i, line in enumerate(lines) if "├" in line), None)
+    if drawn is None:
+        return
+    start = drawn
+    while start > 0 and lines[start - 1].startswith(" "):
+        start -= 1
+    lines[start:start] = ["::", ""]
+
+
+def skip_tuple_fields(app, what, name, obj, skip, options) -> bool | None:
+    """Fields of a NamedTuple are described in its Attributes."""
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field") else None
+
+
+# -------------------------------------------------------------------------------------- benchmarks
+def benchmarks_page(results: Path) -> str:
+    """Every JSON file of results as tables, in the order of their names."""
+    head = (
+        "# Measurements\n\n"
+        "Each script of `benchmarks/` prints ratios measured in one run and writes the numbers "
+        "below. Compare within a table; seconds of different machines say little.\n"
+    )
+    files = sorted(results.glob("*.json")) if results.is_dir() else []
+    if not files:
+        return head + "\nNo results are stored in this checkout yet.\n"
+    return head + "".join(section(f.stem, json.loads(f.read_text()), level=2) for f in files)
+
+
+def section(title: str, value: object, level: int) -> str:
+    """A heading, then: a list of records as one table, a dictionary as a table and sections."""
+    text = f"\n{'#' * min(level, 6)} {title}\n"
+    if is_records(value):
+        return text + table(list(dict.fromkeys(k for row in value for k in row)), value)
+    if not isinstance(value, dict):
+        value = {"value": value}
+    plain = {k: v for k, v in value.items() if not is_records(v) and not is_nested(v)}
+    if plain:
+        text += table(
+            ["quantity", "value"], [{"quantity": k, "value": v} for k, v in plain.items()]
+        )
+    return text + "".join(section(k, v, level + 1) for k, v in value.items() if k not in plain)
+
+
+def is_records(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
+
+
+def is_nested(value: object) -> bool:
+    return isinstance(value, dict) and bool(value)
+
+
+def table(columns: list[str], rows: list[dict[str, object]]) -> str:
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[cell(row.get(column, "")) for column in columns] for row in rows]
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def cell(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

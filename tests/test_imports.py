@@ -1,0 +1,68 @@
+"""What an import costs, and that every name a module offers is there."""
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import meshshard
+
+HEAVY = ("torch", "torch_geometric", "pyvista", "vtk", "vtkmodules", "scipy", "pymetis", "tqdm")
+NUMPY_FLOOR = (
+    "_metis",
+    "cells",
+    "cli",
+    "errors",
+    "graph",
+    "io",
+    "mesh",
+    "partitioners",
+    "partitions",
+    "store",
+)
+MODULES = ["meshshard"] + [
+    module.name
+    for module in pkgutil.walk_packages(meshshard.__path__, "meshshard.")
+    if not module.name.endswith("__main__")
+]
+
+
+def loaded_by(*modules: str) -> set[str]:
+    """Which heavy packages a fresh process holds after importing these modules."""
+    code = (
+        "import importlib, json, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def order(name: str) -> tuple[bool, bool, str]:
+    """Constants, then classes, then functions; by name in each."""
+    return (not name.isupper(), not name[0].isupper(), name)
+
+
+def test_import_meshshard_is_numpy_only() -> None:
+    assert loaded_by("meshshard") == set()
+
+
+def test_the_numpy_floor_never_loads_torch() -> None:
+    present = [f"meshshard.{name}" for name in NUMPY_FLOOR if f"meshshard.{name}" in MODULES]
+    assert loaded_by(*present).isdisjoint({"torch", "torch_geometric"})
+
+
+def test_the_command_line_starts_light() -> None:
+    present = [name for name in MODULES if name in ("meshshard.cli", "meshshard.mesh")]
+    assert loaded_by(*present) == set()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_is_sorted_and_importable(name: str) -> None:
+    module = importlib.import_module(name)
+    offered = list(module.__all__)
+    assert offered == sorted(set(offered), key=order)
+    assert not [item for item in offered if not hasattr(module, item)]
