@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,8 +10,9 @@ import numpy as np
 from meshshard.errors import MeshError
 from meshshard.facets import ranges
 from meshshard.mesh import Array, Faces, Mesh
+from meshshard.partitions import Partition
 
-__all__ = ["Piece", "assemble", "extract"]
+__all__ = ["Piece", "assemble", "extract", "pieces_of"]
 
 
 class Piece(NamedTuple):
@@ -97,6 +98,37 @@ def assemble(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str = "
     )
 
 
+def pieces_of(partition: Partition) -> Iterator[Piece]:
+    """The cells and points of every shard; its owned rows come first, in shard order.
+
+    A shard of points also holds the cells whose lowest owner it is, and the points these need.
+    Points that no cell uses are held by the first shard of cells.
+
+    Raises:
+        MeshError: the partition is of a bare graph.
+    """
+    mesh = partition.mesh
+    if mesh is None:
+        raise MeshError("a bare graph has no cells and points to hand out")
+    first = partition.offsets
+    if partition.entity == "cells":
+        used = np.zeros(mesh.n_points, bool)
+        used[mesh.connectivity] = True
+        orphans = np.flatnonzero(~used)
+        for p in range(partition.k):
+            cells = partition.origin[first[p] : first[p + 1]]
+            yield extract(mesh, cells, orphans if p == 0 and len(orphans) else None)
+        return
+    lowest = np.zeros(0, np.int64)
+    if mesh.n_cells:
+        lowest = np.minimum.reduceat(partition.labels[mesh.connectivity], mesh.offsets[:-1])
+    order = np.argsort(lowest, kind="stable")
+    bounds = np.searchsorted(lowest[order], np.arange(partition.k + 1))
+    for p in range(partition.k):
+        cells = order[bounds[p] : bounds[p + 1]]
+        yield extract(mesh, cells, partition.origin[first[p] : first[p + 1]])
+
+
 def _faces_of(mesh: Mesh, cells: Array) -> tuple[Array, Array, Array]:
     """Corner ids, face bounds and cell bounds of the polyhedra among some cells."""
     none = mesh.connectivity[:0]
@@ -138,7 +170,7 @@ def _prove_cover(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str
         raise MeshError(f"{name}: point {np.flatnonzero(~seen)[0]} is in no piece")
 
 
-def _fields(parts: list[tuple[dict[str, Array], Array]], n: int, name: str) -> dict[str, Array]:
+def _fields(parts: list[tuple[Mapping[str, Array], Array]], n: int, name: str) -> dict[str, Array]:
     """Fields of all pieces, each row in its place."""
     out: dict[str, Array] = {}
     for fields, rows in parts:

@@ -1,0 +1,377 @@
+"""Store: a folder of shards that outlives the process: manifest.json and one file a shard.
+
+`NAME.shards/manifest.json` says what was cut, how and how well; `shard_00000.safetensors` holds the
+geometry, fields and plan of one shard. A folder is written under a hidden name and renamed when it
+is complete, so a writer that is killed leaves nothing that looks finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshshard._files import crc32, hidden, map_file, write_arrays, write_through
+from meshshard.assembly import Piece, assemble, pieces_of
+from meshshard.errors import MeshError, StoreError
+from meshshard.mesh import Array, Faces, Mesh
+from meshshard.partitions import Partition
+from meshshard.plan import Plan
+
+__all__ = ["SCHEMA", "Folder", "load", "save", "sha256"]
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+CHECKED = ("meshshard", "numpy", "scipy", "pymetis", "vtk", "safetensors")
+
+
+def save(
+    partition: Partition,
+    path: str | Path,
+    *,
+    source: str | Path | None = None,
+    command: str = "",
+    force: bool = False,
+) -> Path:
+    """Write a partition as a folder that each rank can open alone.
+
+    Args:
+        partition: of a mesh or cloud.
+        path: the folder; `.shards` is its usual ending.
+        source: the file that was read; its name and sha256 are recorded.
+        command: what was typed, for the record.
+        force: replace a folder that is there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        StoreError: the folder is there already, or the partition is of a bare graph.
+    """
+    mesh = partition.mesh
+    if mesh is None:
+        raise StoreError("a bare graph has no geometry to store; partition a mesh or a cloud")
+    target = Path(path)
+    if target.exists() and not force:
+        raise StoreError(f"{target} is there already; --force (force=True) replaces it")
+    if target.exists() and not (target / MANIFEST).exists():
+        raise StoreError(f"{target} is there and no folder of shards; choose another name")
+    with hidden(target) as folder:
+        identity = uuid.uuid4().hex
+        records = [
+            _write_shard(partition.plan(p), piece, mesh, folder, identity)
+            for p, piece in enumerate(pieces_of(partition))
+        ]
+        manifest = _manifest(partition, source, command)
+        manifest |= {"id": identity, "shards": records}
+        text = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False)
+        write_through(folder / MANIFEST, text.encode())
+    return target
+
+
+def load(path: str | Path) -> Folder:
+    """Open a folder of shards; only the manifest is read.
+
+    Raises:
+        StoreError: no such folder, not finished, damaged, or written by a newer meshshard.
+    """
+    folder = Path(path)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        what = "has no manifest.json" if folder.is_dir() else "is not there"
+        raise StoreError(f"{folder}: {what}; write it with: meshshard partition") from None
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{folder}: manifest.json is damaged ({error}); write it again") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
+        raise StoreError(f"{folder}: manifest.json is no manifest of shards")
+    if manifest["schema"] != SCHEMA:
+        raise StoreError(
+            f"{folder}: has schema {manifest['schema']}, this meshshard reads {SCHEMA}; "
+            "write it again, or use the version that wrote it"
+        )
+    lost = {"id", "name", "entity", "sizes", "shards", "n_points", "n_cells"} - manifest.keys()
+    if lost or len(manifest["sizes"]) != len(manifest["shards"]):
+        raise StoreError(f"{folder}: manifest.json is damaged (lacks {sorted(lost)}); write again")
+    return Folder(folder, manifest)
+
+
+@dataclass(frozen=True, eq=False)
+class Folder:
+    """A finished folder of shards.
+
+    Attributes:
+        path: where it is.
+        manifest: what manifest.json says.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def k(self) -> int:
+        """Number of shards."""
+        return len(self.manifest["sizes"])
+
+    @property
+    def entity(self) -> str:
+        """What a row is: "cells" or "points"."""
+        return str(self.manifest["entity"])
+
+    @cached_property
+    def sizes(self) -> Array:
+        """(k,) owned rows of every shard: the sharding shapes."""
+        return np.asarray(self.manifest["sizes"], np.int64)
+
+    def arrays(self, shard: int) -> Mapping[str, Array]:
+        """Every array of one shard, mapped from its file; nothing is read until it is touched.
+
+        Raises:
+            StoreError: the file is missing, cut short, damaged or from another folder.
+        """
+        record = self.manifest["shards"][shard]
+        path = self.path / record["file"]
+        arrays, metadata = map_file(path, record["bytes"])
+        if metadata.get("id") != self.manifest["id"] or metadata.get("shard") != str(shard):
+            raise StoreError(f"{path}: belongs to another folder or shard; write the folder again")
+        return arrays
+
+    def plan(self, shard: int) -> Plan:
+        """The exchange plan and local edges of one shard."""
+        arrays = self.arrays(shard)
+        names = [n for n in Plan.__dataclass_fields__ if n not in ("shard", "n_owned")]
+        plan = {name: arrays[f"plan.{name}"] for name in names}
+        return Plan(shard=shard, n_owned=int(self.sizes[shard]), **plan)
+
+    def piece(self, shard: int) -> Piece:
+        """The geometry and fields of one shard, and the rows of the mesh they come from."""
+        arrays = self.arrays(shard)
+        faces = None
+        if "faces.offsets" in arrays:
+            faces = Faces(*(arrays[f"faces.{name}"] for name in Faces._fields))
+        mesh = Mesh(
+            points=arrays["points.xyz"],
+            connectivity=arrays["cells.connectivity"],
+            offsets=arrays["cells.offsets"],
+            types=arrays["cells.types"],
+            faces=faces,
+            point_fields=_with_prefix(arrays, "point:"),
+            cell_fields=_with_prefix(arrays, "cell:"),
+            cell_origin=arrays.get("cells.file_row"),
+            blocks=tuple(self.manifest.get("blocks", ())),
+            name=f"{self.manifest['name']} shard {shard}",
+        )
+        return Piece(mesh, arrays["cells.origin"], arrays["points.origin"])
+
+    def origin(self, shard: int) -> Array:
+        """(n_owned,) row in the mesh of every owned row."""
+        arrays = self.arrays(shard)
+        name = "cells.origin" if self.entity == "cells" else "points.origin"
+        return arrays[name][: int(self.sizes[shard])]
+
+    def gather(self) -> Mesh:
+        """The whole mesh in the order of the file, with all fields, bit for bit.
+
+        Raises:
+            StoreError: a shard is damaged, or shards do not make up the mesh.
+        """
+        n_cells, n_points = self.manifest["n_cells"], self.manifest["n_points"]
+        pieces = [self.piece(p) for p in range(self.k)]
+        try:
+            return assemble(pieces, n_cells, n_points, self.manifest["name"])
+        except (MeshError, IndexError, ValueError) as error:
+            raise StoreError(f"{self.path}: shards do not fit together: {error}") from None
+
+    def labels(self) -> Array:
+        """(n,) int64 shard of every entity, in the order of the file."""
+        out = np.empty(int(self.sizes.sum()), np.int64)
+        for p in range(self.k):
+            out[self.origin(p)] = p
+        return out
+
+    def put(self, shard: int, fields: Mapping[str, Array], name: str = "prediction") -> Path:
+        """Save fields of one shard's owned rows beside it: results to be gathered later.
+
+        Args:
+            shard: its number.
+            fields: arrays with a row for every owned row.
+            name: of the set; each set is complete once every shard has put its part.
+
+        Raises:
+            StoreError: an array has another number of rows.
+        """
+        n = int(self.sizes[shard])
+        for field, values in fields.items():
+            if len(values) != n:
+                raise StoreError(f"{name}: {field!r} has {len(values)} rows, shard {shard} owns {n}")
+        path = self.path / _part_name(name, shard)
+        write_arrays(path, dict(fields), {"id": self.manifest["id"], "shard": str(shard)})
+        return path
+
+    def gather_put(self, name: str = "prediction") -> dict[str, Array]:
+        """Fields that all shards have put, each in the order of the file.
+
+        Raises:
+            StoreError: naming the shard whose part is missing or does not fit.
+        """
+        out: dict[str, Array] = {}
+        for p in range(self.k):
+            path = self.path / _part_name(name, p)
+            if not path.exists():
+                raise StoreError(f"{self.path}: shard {p} has no {name!r} yet ({path.name})")
+            arrays, metadata = map_file(path, path.stat().st_size)
+            if metadata.get("id") != self.manifest["id"]:
+                raise StoreError(f"{path}: was made for another folder; predict again")
+            for field, values in arrays.items():
+                shape = (int(self.sizes.sum()), *values.shape[1:])
+                whole = out.setdefault(field, np.zeros(shape, values.dtype))
+                whole[self.origin(p)] = values
+        return out
+
+    def puts(self) -> list[str]:
+        """Names of the sets of results that lie in the folder."""
+        names = {f.name.rpartition("_")[0] for f in self.path.glob("*_?????.safetensors")}
+        return sorted(names - {"shard"})
+
+    def check(self) -> Folder:
+        """The folder itself, once every byte and the whole plan are proved.
+
+        Raises:
+            StoreError: naming the file or shard that is wrong.
+        """
+        for record in self.manifest["shards"]:
+            path = self.path / record["file"]
+            if crc32(path) != record["crc32"]:
+                raise StoreError(f"{path}: its bytes have changed since it was written; write again")
+        first = np.concatenate([[0], np.cumsum(self.sizes)])
+        plans = [self.plan(p) for p in range(self.k)]
+        for plan in plans:
+            sent = [np.zeros(0, np.int64)]
+            for peer in plans:
+                stop = int(np.cumsum(peer.send_counts)[plan.shard])
+                rows = peer.send_rows[stop - int(peer.send_counts[plan.shard]) : stop]
+                sent.append(rows.astype(np.int64) + first[peer.shard])
+            if not np.array_equal(np.concatenate(sent), plan.halo):
+                raise StoreError(f"{self.path}: shard {plan.shard} is not sent the rows it needs")
+        self.gather()
+        return self
+
+
+def sha256(path: str | Path) -> str:
+    """Hex digest of a file, read in blocks."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_shard(
+    plan: Plan, piece: Piece, whole: Mesh, folder: Path, identity: str
+) -> dict[str, Any]:
+    """Write one shard; what the manifest says about it."""
+    mesh = piece.mesh
+    arrays: dict[str, Array | None] = {
+        "points.xyz": mesh.points,
+        "points.origin": piece.points,
+        "cells.origin": piece.cells,
+        "cells.connectivity": mesh.connectivity,
+        "cells.offsets": mesh.offsets,
+        "cells.types": mesh.types,
+        "cells.file_row": mesh.cell_origin,
+    }
+    for name in Plan.__dataclass_fields__:
+        if name not in ("shard", "n_owned"):
+            arrays[f"plan.{name}"] = getattr(plan, name)
+    if mesh.faces is not None:
+        arrays |= {f"faces.{name}": a for name, a in mesh.faces._asdict().items()}
+    if whole.weld is not None:
+        arrays["points.weld"] = whole.weld[piece.points]
+    arrays = {name: _narrow(a) for name, a in arrays.items() if a is not None}
+    arrays |= {f"point:{name}": a for name, a in mesh.point_fields.items()}
+    arrays |= {f"cell:{name}": a for name, a in mesh.cell_fields.items()}
+    path = folder / _part_name("shard", plan.shard)
+    write_arrays(path, arrays, {"id": identity, "shard": str(plan.shard)})
+    return {
+        "file": path.name,
+        "bytes": path.stat().st_size,
+        "crc32": crc32(path),
+        "owned": plan.n_owned,
+        "halo": len(plan.halo),
+        "points": mesh.n_points,
+        "cells": mesh.n_cells,
+    }
+
+
+def _narrow(array: Array) -> Array:
+    """Ids as int32 where they fit: half the bytes."""
+    if array.dtype == np.int64 and (not len(array) or array.max() < 2**31):
+        return array.astype(np.int32)
+    return array
+
+
+def _manifest(partition: Partition, source: str | Path | None, command: str) -> dict[str, Any]:
+    """What manifest.json says, apart from the shards."""
+    mesh = partition.mesh
+    assert mesh is not None
+    merged = 0 if mesh.weld is None else int((mesh.weld != np.arange(mesh.n_points)).sum())
+    return {
+        "schema": SCHEMA,
+        "name": mesh.name,
+        "kind": mesh.kind,
+        "entity": partition.entity,
+        "sizes": partition.sizes.tolist(),
+        "targets": None if partition.targets is None else partition.targets.tolist(),
+        "halo_depth": partition.halo.depth,
+        "n_points": mesh.n_points,
+        "n_cells": mesh.n_cells,
+        "points_dtype": str(mesh.points.dtype),
+        "offset": mesh.offset.tolist(),
+        "welded_points": merged,
+        "blocks": list(mesh.blocks),
+        "fields": [*_describe(mesh.cell_fields, "cells"), *_describe(mesh.point_fields, "points")],
+        "source": _describe_source(source),
+        "method": partition.method,
+        "quality": partition.quality.as_dict(),
+        "versions": _versions(),
+        "command": command,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _describe(fields: Mapping[str, Array], on: str) -> Iterator[dict[str, Any]]:
+    for name, values in fields.items():
+        width = int(np.prod(values.shape[1:], dtype=int))
+        yield {"name": name, "on": on, "dtype": str(values.dtype), "width": width, "unit": None}
+
+
+def _describe_source(source: str | Path | None) -> dict[str, Any] | None:
+    if source is None:
+        return None
+    path = Path(source)
+    return {"path": str(path), "bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in CHECKED:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def _part_name(name: str, shard: int) -> str:
+    if not name.replace("-", "").replace("_", "").isalnum():
+        raise StoreError(f"{name!r} cannot name a file; letters, digits, - and _ can")
+    return f"{name}_{shard:05d}.safetensors"
+
+
+def _with_prefix(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    return {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
