@@ -1,0 +1,13 @@
+"""Settings that all tests share."""
+
+import os
+
+from hypothesis import settings
+
+# Shared and slow machines: time is pytest-timeout's business, not that of one example.
+settings.register_profile("house", deadline=None, print_blob=True)
+settings.register_profile("ci", parent=settings.get_profile("house"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "house")
+
+if not os.environ.get("DISPLAY"):  # spares a line about a missing X server for each picture
+    os.environ.setdefault("VTK_DEFAULT_OPENGL_WINDOW", "vtkEGLRenderWindow")
