@@ -110,7 +110,9 @@ def map_file(path: Path, size: int) -> tuple[dict[str, Array], dict[str, str]]:
     except (OSError, ValueError) as error:
         raise StoreError(f"{damaged} ({error})") from None
     if len(whole) != size or size < 8:
-        raise StoreError(f"{path}: has {len(whole)} bytes instead of {size}; write the folder again")
+        raise StoreError(
+            f"{path}: has {len(whole)} bytes instead of {size}; write the folder again"
+        )
     start = 8 + int.from_bytes(whole[:8].tobytes(), "little")
     try:
         header = json.loads(whole[8:start].tobytes())

@@ -78,7 +78,7 @@ def assemble(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str = "
         points[rows] = piece.points
         count[cells] = np.diff(piece.offsets)
         types[cells] = piece.types
-        if origin is not None:
+        if origin is not None and piece.cell_origin is not None:
             origin[cells] = piece.cell_origin
     offsets = _bounds(count)
     connectivity = np.empty(offsets[-1], np.int64)

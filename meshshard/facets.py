@@ -18,7 +18,9 @@ from meshshard.mesh import Array, Mesh
 
 __all__ = ["Facets", "Matches", "edges", "facets", "match", "ranges"]
 
-MOST_SHARERS = 1000  # cells on one facet; beyond it the mesh is broken, and pairs grow with the square
+MOST_SHARERS = (
+    1000  # cells on one facet; beyond it the mesh is broken, and pairs grow with the square
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +142,10 @@ def edges(mesh: Mesh) -> tuple[Array, Array]:
             starts = mesh.offsets[rows]
             ends.extend((ids[starts + i], ids[starts + j]) for i, j in _edge_table(cell))
     none = ids[:0]
-    return tuple(np.concatenate([none, *side]) for side in zip((none, none), *ends, strict=True))
+    return (
+        np.concatenate([none, *(a for a, _ in ends)]),
+        np.concatenate([none, *(b for _, b in ends)]),
+    )
 
 
 def _edge_table(cell: CellType) -> list[tuple[int, int]]:
@@ -242,7 +247,9 @@ def _facets_by_type(mesh: Mesh, ids: Array) -> Facets:
     return Facets(offsets, low, tag, forward)
 
 
-def _corners(mesh: Mesh, ids: Array, number: int) -> Iterator[tuple[Array, list[tuple[Array, ...]]]]:
+def _corners(
+    mesh: Mesh, ids: Array, number: int
+) -> Iterator[tuple[Array, list[tuple[Array, ...]]]]:
     """For cells of one type and size: their rows, and for each facet its corners as columns."""
     cell = CELL_TYPES[number]
     rows = np.flatnonzero(mesh.types == number)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -59,8 +60,8 @@ class Graph:
         """The graph with every edge in both directions, rows sorted, no loops, no doubles."""
         if self.symmetric:
             return self
-        a, b = self.destinations(), self.indices
-        return replace(self, **_rows_of_pairs(a, b, self.n_nodes))
+        indptr, indices = _rows_of_pairs(self.destinations(), self.indices, self.n_nodes)
+        return replace(self, indptr=indptr, indices=indices, symmetric=True)
 
     def check(self) -> Graph:
         """The graph itself, once its rows and ids are proved to be in range.
@@ -96,11 +97,12 @@ def cell_graph(mesh: Mesh, found: Matches | None = None) -> Graph:
     owner = found.facets.owner
     if found.shared:
         pairs = owner[found.first], owner[found.second]
-        return Graph(**_rows_of_pairs(*pairs, mesh.n_cells))
+        return Graph(*_rows_of_pairs(*pairs, mesh.n_cells), symmetric=True)
     # Every facet has one twin at most: the table by facet is already ordered by cell.
     linked = (found.twin >= 0) & (found.twin != owner)
     ends = np.concatenate([[0], np.cumsum(linked, dtype=np.int64)])
-    return Graph(**_sorted_rows(ends[found.facets.offsets], found.twin[linked]))
+    rows = _sorted_rows(ends[found.facets.offsets], found.twin[linked])
+    return Graph(*rows, symmetric=True)
 
 
 def point_graph(mesh: Mesh) -> Graph:
@@ -112,7 +114,7 @@ def point_graph(mesh: Mesh) -> Graph:
     if mesh.weld is not None:
         copies = np.flatnonzero(mesh.weld != np.arange(mesh.n_points))
         a, b = np.concatenate([a, copies]), np.concatenate([b, mesh.weld[copies]])
-    return Graph(**_rows_of_pairs(a, b, mesh.n_points))
+    return Graph(*_rows_of_pairs(a, b, mesh.n_points), symmetric=True)
 
 
 def knn_graph(points: Array, k: int) -> Graph:
@@ -150,7 +152,7 @@ def radius_graph(points: Array, radius: float, max_neighbours: int | None = None
     n = len(points)
     order, tree = _tree(points)
     reach = radius * (1 + 1e-12)
-    counts = tree.query_ball_point(points, reach, return_length=True) if n else np.zeros(0, int)
+    counts = np.asarray(tree.query_ball_point(points, reach, return_length=True))
     total = int(np.minimum(counts - 1, max_neighbours or n).sum())
     if total >= 2**31:
         raise MeshError(
@@ -220,8 +222,8 @@ def _nearest(points: Array, rows: Array, k: int, order: Array, tree: cKDTree) ->
 
 def _nearest_among_ties(points: Array, rows: Array, k: int, order: Array, tree: cKDTree) -> Array:
     """As `_nearest`, from all points at most as far as the k-th."""
-    reach, _ = tree.query(points[rows], [k + 1])
-    to, _, at = _ball(points, rows, reach[:, 0] * (1 + 1e-12), order, tree)
+    reach = np.asarray(tree.query(points[rows], [k + 1])[0]).reshape(-1)
+    to, _, at = _ball(points, rows, reach * (1 + 1e-12), order, tree)
     return to[rank_in_row(at) < k].reshape(len(rows), k)
 
 
@@ -232,7 +234,7 @@ def _ball(
 
     Sorted by place, distance, id.
     """
-    found = tree.query_ball_point(points[rows], reach)
+    found: Any = tree.query_ball_point(points[rows], reach)
     at = np.repeat(np.arange(len(rows)), [len(f) for f in found])
     to = order[np.concatenate([np.zeros(0, np.int64), *found]).astype(np.int64)]
     other = to != rows[at]
@@ -257,10 +259,10 @@ def _runs_of_at_most(counts: Array, most: int) -> list[tuple[int, int]]:
     block = np.cumsum(counts) // most
     cuts = np.flatnonzero(np.diff(block)) + 1
     edges = [0, *cuts.tolist(), len(counts)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
-def _rows_of_pairs(a: Array, b: Array, n: int) -> dict[str, Array | bool]:
+def _rows_of_pairs(a: Array, b: Array, n: int) -> tuple[Array, Array]:
     """Sorted symmetric rows from pairs, without loops and doubles, by one sort of packed pairs."""
     keys = np.empty(2 * len(a), np.uint64)
     for half, row, column in ((keys[: len(a)], a, b), (keys[len(a) :], b, a)):
@@ -275,10 +277,10 @@ def _rows_of_pairs(a: Array, b: Array, n: int) -> dict[str, Array | bool]:
     indices = (keys & np.uint64(0xFFFFFFFF)).astype(np.int32)
     keys >>= np.uint64(32)
     indptr = np.searchsorted(keys, np.arange(n + 1, dtype=np.uint64)).astype(np.int64)
-    return {"indptr": indptr, "indices": indices, "symmetric": True}
+    return indptr, indices
 
 
-def _sorted_rows(indptr: Array, indices: Array) -> dict[str, Array | bool]:
+def _sorted_rows(indptr: Array, indices: Array) -> tuple[Array, Array]:
     """Rows sorted by id, doubles dropped."""
     from scipy.sparse import csr_array
 
@@ -293,4 +295,4 @@ def _sorted_rows(indptr: Array, indices: Array) -> dict[str, Array | bool]:
     if double.any():
         kept = np.concatenate([[0], np.cumsum(~double)])
         indptr, indices = kept[indptr], indices[~double]
-    return {"indptr": indptr, "indices": indices, "symmetric": True}
+    return indptr, indices

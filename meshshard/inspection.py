@@ -88,7 +88,7 @@ def inspect(mesh: Mesh, found: Matches | None = None) -> Inspection:
 
 
 def glue(mesh: Mesh) -> tuple[Mesh, Matches]:
-    """The matches of all facets, after points at exactly one place are merged where that glues cells.
+    """The matches of all facets, once points at one place are merged where that glues cells.
 
     Only points on open facets are looked at: where cells are glued already there is nothing to
     merge, and the layers of a thin mesh stay apart. A mesh that has a weld map keeps it. What is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshshard.cells import CELL_TYPES, POLYHEDRON
+from meshshard.cells import CELL_TYPES
 from meshshard.errors import MeshError
 
 __all__ = ["Faces", "Mesh", "vector_area"]
@@ -32,6 +33,7 @@ class Faces(NamedTuple):
     offsets: Array
     connectivity: Array
 
+
 _CORNERS = np.zeros(256, np.int64)  # corners of the cell types that have nodes beyond them
 for _number, _cell in CELL_TYPES.items():
     _CORNERS[_number] = _cell.n_corners
@@ -46,7 +48,7 @@ class Mesh:
     Attributes:
         points: (n_points, 3) float32 or float64, in the units of the file.
         connectivity: point ids of all cells, one after the other.
-        offsets: (n_cells + 1,) int64; cell i has the points connectivity[offsets[i]:offsets[i + 1]].
+        offsets: (n_cells + 1,) int64; cell i is connectivity[offsets[i]:offsets[i + 1]].
         types: (n_cells,) uint8, VTK cell types, all of dimension `dim`.
         faces: the faces of the polyhedra, where there are any.
         point_fields: arrays with a row for each point, by name.
@@ -84,7 +86,7 @@ class Mesh:
     @cached_property
     def dim(self) -> int:
         """Dimension of the cells: 3 volume, 2 surface, 1 curves, 0 point cloud."""
-        present = np.flatnonzero(np.bincount(self.types, minlength=1)) if self.n_cells else []
+        present = np.flatnonzero(np.bincount(self.types))
         return max((CELL_TYPES[int(t)].dim for t in present), default=0)
 
     @property
@@ -129,7 +131,7 @@ class Mesh:
         return out
 
     def positions(self, on: str) -> Array:
-        """(n, 3) float64 place of every entity (`on` = "cells" or "points"), relative to `offset`."""
+        """(n, 3) float64 place of every entity, "cells" or "points", relative to `offset`."""
         if on == "cells":
             return self.centres()
         return np.asarray(self.points, np.float64) - self.offset
@@ -171,7 +173,8 @@ class Mesh:
         """
         area = self.area_vectors()
         length = np.linalg.norm(area, axis=1, keepdims=True)
-        return np.divide(area, length, out=np.zeros_like(area), where=length > 0)
+        np.divide(area, length, out=area, where=length > 0)
+        return area
 
     def _corner_counts(self, rows: slice, count: Array) -> Array:
         """Corners of the cells in `rows`, which have `count` points: fewer on curved cells."""
@@ -199,7 +202,7 @@ def vector_area(corners: list[Array]) -> Array:
         return _cross(corners[2] - corners[0], corners[3] - corners[1]) / 2
     spokes = [c - corners[0] for c in corners[1:]]
     total = np.zeros_like(corners[0])
-    for a, b in zip(spokes[:-1], spokes[1:], strict=True):
+    for a, b in itertools.pairwise(spokes):
         total += _cross(a, b)
     return total / 2
 

@@ -7,7 +7,7 @@ Each is a small frozen object that is called; a function of your own with the sa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
@@ -165,7 +165,7 @@ class Given:
     Parts may be empty.
     """
 
-    labels: Array | str | Path
+    labels: Array | Sequence[int] | str | Path
     geometric: ClassVar[bool] = False
 
     def __call__(self, graph: Graph, parts: int, targets: Array | None = None) -> Array:
@@ -311,5 +311,3 @@ def _cut_along(order: Array, graph: Graph, parts: int, targets: Array | None) ->
     labels = np.empty(len(order), np.int64)
     labels[order] = np.searchsorted(bounds, middle, side="right")
     return labels
-
-

@@ -150,9 +150,7 @@ class Partition:
             raise PartitionError(f"order {order!r} is unknown: file, morton or rcm")
         shard = np.repeat(np.arange(self.k), self.sizes)
         by = np.lexsort((rank, shard))
-        return _planned(
-            replace(self, graph=_permuted(self.graph, by), origin=self.origin[by])
-        )
+        return _planned(replace(self, graph=_permuted(self.graph, by), origin=self.origin[by]))
 
     def check(self) -> Partition:
         """The partition itself, once its plan is proved: shapes tile, sent is received.
@@ -248,18 +246,18 @@ def partition(
     k, targets = _parts(parts)
     if halo < 1:
         raise PartitionError(f"halo {halo}: at least one ring is needed")
-    method = _method(method)
+    cutter = _method(method)
     if isinstance(mesh, Graph):
         source, entity, graph = None, "nodes", mesh.check()
     else:
         source = _as_mesh(mesh)
         entity = entity_of(source, on)
-        source, graph = _graph_of(source, entity, graph, method)
+        source, graph = _graph_of(source, entity, graph)
     if weights is not None:
         graph = replace(graph, weights=_weights(source, entity, weights, graph.n_nodes))
-    if getattr(method, "geometric", True) and graph.positions is None and source is not None:
+    if getattr(cutter, "geometric", True) and graph.positions is None and source is not None:
         graph = replace(graph, positions=source.positions(entity))
-    labels = label(graph, k, method, targets)
+    labels = label(graph, k, cutter, targets)
     origin = np.argsort(labels.astype(np.uint16 if k < 2**16 else np.int64), kind="stable")
     sizes = np.bincount(labels, minlength=k)
     made = Partition(
@@ -270,7 +268,7 @@ def partition(
         entity,
         source,
         targets,
-        _record(method),
+        _record(cutter),
     )
     return _planned(made)
 
@@ -294,9 +292,7 @@ def entity_of(mesh: Mesh, on: str = "auto") -> str:
     return "points" if only_points or not mesh.n_cells else "cells"
 
 
-def _graph_of(
-    mesh: Mesh, entity: str, graph: Graph | None, method: Any
-) -> tuple[Mesh, Graph]:
+def _graph_of(mesh: Mesh, entity: str, graph: Graph | None) -> tuple[Mesh, Graph]:
     """The mesh, its points merged where that glues cells, and the graph of its entities."""
     if not mesh.n_cells:
         return mesh, _given(mesh, entity, graph) or knn_graph(mesh.points, CLOUD_NEIGHBOURS)

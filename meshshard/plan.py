@@ -106,7 +106,7 @@ def _outside(graph: Graph, offsets: Array, shard: int) -> Array:
     """Sources of the edges into one shard that it does not own, with repetitions."""
     first, last = offsets[shard], offsets[shard + 1]
     sources = graph.indices[graph.indptr[first] : graph.indptr[last]]
-    return sources[(sources < first) | (sources >= last)]
+    return np.asarray(sources[(sources < first) | (sources >= last)])
 
 
 def send_lists(halo: Halo, sizes: Array) -> tuple[Array, Array, Array]:

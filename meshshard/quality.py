@@ -74,12 +74,12 @@ class Quality:
     def summary(self) -> list[str]:
         """Totals, in a few lines."""
         n, mb = sum(self.owned), self.bytes_per_exchange(128) / 1e6
-        mean = np.mean(self.peers) if self.peers else 0
+        mean, most = sum(self.peers) / max(len(self.peers), 1), max(self.peers, default=0)
         split = sum(p > 1 for p in self.pieces)
         return [
             f"{n:,} {self.entity} in {len(self.owned)} shards, imbalance {self.imbalance:.4f}",
             f"halo {self.volume:,} rows ({100 * self.volume / max(n, 1):.2f} %), "
-            f"edge cut {self.edge_cut:,}, peers {mean:.1f} on average, {max(self.peers, default=0)} at most",
+            f"edge cut {self.edge_cut:,}, peers {mean:.1f} on average, {most} at most",
             f"one exchange of 128 float32 channels moves {mb:.2f} MB"
             + (f"; {split} shards are in several pieces" if split else ""),
         ]
@@ -158,6 +158,8 @@ def _pieces(graph: Graph, first: int, last: int) -> tuple[int, int]:
     if last == first:
         return 0, 0
     # In a symmetric graph the strong components are the connected ones, at half the memory.
-    strength = "strong" if graph.symmetric else "weak"
-    count, _ = connected_components(block, directed=True, connection=strength)
+    if graph.symmetric:
+        count, _ = connected_components(block, directed=True, connection="strong")
+    else:
+        count, _ = connected_components(block, directed=True, connection="weak")
     return int(count), int(len(inside) - inside.sum())

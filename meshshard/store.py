@@ -213,7 +213,8 @@ class Folder:
         n = int(self.sizes[shard])
         for field, values in fields.items():
             if len(values) != n:
-                raise StoreError(f"{name}: {field!r} has {len(values)} rows, shard {shard} owns {n}")
+                rows = f"{field!r} has {len(values)} rows"
+                raise StoreError(f"{name}: {rows}, shard {shard} owns {n}")
         path = self.path / _part_name(name, shard)
         write_arrays(path, dict(fields), {"id": self.manifest["id"], "shard": str(shard)})
         return path
@@ -252,7 +253,7 @@ class Folder:
         for record in self.manifest["shards"]:
             path = self.path / record["file"]
             if crc32(path) != record["crc32"]:
-                raise StoreError(f"{path}: its bytes have changed since it was written; write again")
+                raise StoreError(f"{path}: its bytes have changed; write the folder again")
         first = np.concatenate([[0], np.cumsum(self.sizes)])
         plans = [self.plan(p) for p in range(self.k)]
         for plan in plans:
@@ -294,11 +295,11 @@ def _write_shard(
         arrays |= {f"faces.{name}": a for name, a in mesh.faces._asdict().items()}
     if whole.weld is not None:
         arrays["points.weld"] = whole.weld[piece.points]
-    arrays = {name: _narrow(a) for name, a in arrays.items() if a is not None}
-    arrays |= {f"point:{name}": a for name, a in mesh.point_fields.items()}
-    arrays |= {f"cell:{name}": a for name, a in mesh.cell_fields.items()}
+    written = {name: _narrow(a) for name, a in arrays.items() if a is not None}
+    written |= {f"point:{name}": a for name, a in mesh.point_fields.items()}
+    written |= {f"cell:{name}": a for name, a in mesh.cell_fields.items()}
     path = folder / _part_name("shard", plan.shard)
-    write_arrays(path, arrays, {"id": identity, "shard": str(plan.shard)})
+    write_arrays(path, written, {"id": identity, "shard": str(plan.shard)})
     return {
         "file": path.name,
         "bytes": path.stat().st_size,
