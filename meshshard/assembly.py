@@ -63,7 +63,7 @@ def extract(mesh: Mesh, cells: Array, points: Array | None = None) -> Piece:
 
 
 def assemble(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str = "mesh") -> Mesh:
-    """The whole mesh of pieces that hold each of its cells once and each of its points at least once.
+    """The mesh whose cells the pieces hold once each, and whose points at least once.
 
     Raises:
         MeshError: a row that no piece holds, a cell that two hold, or pieces with different fields.

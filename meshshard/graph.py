@@ -188,7 +188,7 @@ def _finite(points: Array) -> Array:
 
 
 def _tree(points: Array) -> tuple[Array, cKDTree]:
-    """Points along a Morton curve (neighbours in space are neighbours in memory), and their tree."""
+    """Points along a Z-curve (near in space is near in memory), and the tree of them."""
     from scipy.spatial import cKDTree
 
     from meshshard.curves import morton_order
