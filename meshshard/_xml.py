@@ -15,7 +15,6 @@ import binascii
 import io
 import lzma
 import re
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,9 +24,10 @@ from xml.etree import ElementTree
 import numpy as np
 import numpy.typing as npt
 
+from meshshard._text import parse_numbers
 from meshshard.errors import ReadError
 
-__all__ = ["INFLATE", "Inflate", "XmlFile", "parse_numbers"]
+__all__ = ["INFLATE", "Inflate", "XmlFile"]
 
 Array = npt.NDArray[Any]
 Inflate = Callable[[bytes, int], bytes]  # (compressed block, size of it inflated) -> bytes
@@ -52,22 +52,6 @@ INFLATE: Mapping[str, Inflate] = {
     "vtkZLibDataCompressor": _inflate_zlib,
     "vtkLZMADataCompressor": _inflate_lzma,
 }
-
-
-def parse_numbers(text: str | bytes, dtype: Any) -> Array:
-    """Numbers of a text, separated by white space.
-
-    Raises:
-        ValueError: something in the text is not a number.
-    """
-    if isinstance(text, bytes):
-        text = text.decode("latin-1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)
-        try:
-            return np.fromstring(text, dtype, sep=" ")
-        except DeprecationWarning as error:
-            raise ValueError(str(error)) from None
 
 
 class XmlFile:
@@ -188,7 +172,7 @@ class XmlFile:
             raise ValueError(f"it declares {sum(packed)} packed bytes, {room} are there")
         if total % dtype.itemsize:
             raise ValueError(f"{total} bytes are no whole number of {dtype.name} values")
-        out = np.empty(total // dtype.itemsize, dtype)
+        out: Any = np.empty(total // dtype.itemsize, dtype)
         view, at = memoryview(out).cast("B"), 0
         for i, length in enumerate(packed):
             want = last if last and i == n - 1 else size
@@ -205,7 +189,7 @@ class XmlFile:
         return _fill(file, np.empty(n, self._header))
 
 
-def _fill(file: BinaryIO, out: Array) -> Array:
+def _fill(file: BinaryIO, out: Any) -> Any:
     """Read straight into an array."""
     view = memoryview(out).cast("B") if out.size else memoryview(b"")
     if out.size and file.readinto(view) != len(view):  # type: ignore[attr-defined]

@@ -6,12 +6,16 @@ files, STL, PLY, OBJ and point clouds are read with numpy alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from meshshard._clouds import read_csv, read_npy, read_npz, read_pt
 from meshshard._datasets import Dataset, assemble
 from meshshard._guards import gunzip, recognise
+from meshshard._legacy import read_legacy
 from meshshard._pieces import read_xml
+from meshshard._surfaces import read_obj, read_ply, read_stl
 from meshshard._xml import INFLATE
 from meshshard.errors import MeshshardError, ReadError
 from meshshard.mesh import Mesh
@@ -27,6 +31,16 @@ def _inflate_lz4(block: bytes, size: int) -> bytes:
     return b"" if out is None else vtk_to_numpy(out).tobytes()
 
 
+_READERS: dict[str, Callable[[Path], list[Dataset]]] = {
+    "legacy": read_legacy,
+    "stl": read_stl,
+    "ply": read_ply,
+    "obj": read_obj,
+    "npz": read_npz,
+    "npy": read_npy,
+    "csv": read_csv,
+    "pt": read_pt,
+}
 _XML_INFLATE = {**INFLATE, "vtkLZ4DataCompressor": _inflate_lz4}
 
 
@@ -66,4 +80,6 @@ def _leaves(path: Path, time: float | None) -> list[Dataset]:
                 raise type(error)(str(error).replace(str(plain), str(path))) from None
     if kind == "xml":
         return read_xml(path, _XML_INFLATE, time)
+    if kind in _READERS:
+        return _READERS[kind](path)
     raise ReadError(f"{path}: later")
