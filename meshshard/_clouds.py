@@ -123,7 +123,7 @@ def _bad_line(path: Path, mark: str, names: list[str]) -> str:
                 return f"{path}: line {number} has {len(words)} columns, the header {len(names)}"
             for name, word in zip(names, words, strict=True):
                 if not _is_number(word):
-                    return f"{path}: line {number}: {name} = '{word[:40]}' is no number"
+                    return f"{path}: line {number} (row {number - 1}): {name} = '{word[:40]}' is no number"
     return f"{path}: not a table of numbers"
 
 
