@@ -17,7 +17,17 @@ from meshshard.cells import CELL_TYPES, POLYHEDRON
 from meshshard.errors import MeshError, MeshWarning
 from meshshard.mesh import Faces, Mesh
 
-__all__ = ["STRIP", "check", "check_cells", "check_points", "dimensions", "warn", "warn_fields"]
+__all__ = [
+    "STRIP",
+    "check",
+    "check_cells",
+    "check_points",
+    "dimensions",
+    "kinds",
+    "type_name",
+    "warn",
+    "warn_fields",
+]
 
 Array = npt.NDArray[Any]
 EMPTY, STRIP, PIXEL, VOXEL = 0, 6, 8, 11  # VTK types that files have and a Mesh does not
@@ -48,6 +58,13 @@ def dimensions(types: Array) -> Array:
     return np.asarray(_DIM[types])
 
 
+def kinds(types: Array) -> list[int]:
+    """The VTK cell types that are present, ascending."""
+    if len(types) and types.min() == types.max():  # one kind: no table of millions
+        return [int(types[0])]
+    return [int(kind) for kind in np.flatnonzero(np.bincount(types, minlength=1))]
+
+
 def type_name(number: int) -> str:
     """Word for a VTK cell type."""
     cell = CELL_TYPES.get(number)
@@ -70,7 +87,7 @@ def check(mesh: Mesh) -> Mesh:
     if mesh.points.ndim != 2 or mesh.points.shape[1:] != (3,):
         raise MeshError(f"{mesh.name}: points must be (n, 3), these are {mesh.points.shape}")
     check_cells(mesh, mesh.n_points, mesh.name)
-    if len(set(dimensions(np.unique(mesh.types)).tolist())) > 1:
+    if len({int(_DIM[kind]) for kind in kinds(mesh.types)}) > 1:
         raise MeshError(f"{mesh.name}: cells of several dimensions; keep one")
     check_points(mesh.points, mesh.name)
     for kind, fields, n in (
@@ -121,15 +138,18 @@ def _check_offsets(offsets: Array, length: int, n: int, what: str) -> None:
 
 def _check_arities(counts: Array, types: Array, name: str) -> None:
     """Every type is known and every cell has as many points as its type wants."""
-    unknown = np.flatnonzero(_DIM[types] < 0)
-    if len(unknown):
-        number = types[unknown[0]]
-        raise MeshError(f"{name}: VTK cell type {number} of cell {unknown[0]} is not supported")
-    exact = _EXACT[types]
-    wrong = np.flatnonzero((counts < _LEAST[types]) | ((exact > 0) & (counts != exact)))
-    if len(wrong):
-        cell = wrong[0]
-        kind = int(types[cell])
+    present = kinds(types)
+    for kind in present:
+        mine = counts if len(present) == 1 else counts[types == kind]
+        most = _EXACT[kind] or mine.max()
+        if _DIM[kind] >= 0 and mine.min() >= max(_EXACT[kind], _LEAST[kind]) and mine.max() <= most:
+            continue
+        wrong = np.ones(len(counts), bool) if _DIM[kind] < 0 else counts < _LEAST[kind]
+        if _EXACT[kind]:
+            wrong = counts != _EXACT[kind]
+        cell = int(np.argmax(wrong & (types == kind)))
+        if _DIM[kind] < 0:
+            raise MeshError(f"{name}: VTK cell type {kind} of cell {cell} is not supported")
         need = _EXACT[kind] or f"at least {_LEAST[kind]}"
         raise MeshError(
             f"{name}: cell {cell} is a {type_name(kind)} with {counts[cell]} points, needs {need}"

@@ -121,7 +121,10 @@ def _leaf(file: Any, i: int, note: dict[str, Any]) -> Dataset:
         return {name: file[f"{i}.{kind}.{j}"] for j, name in enumerate(note[kind])}
 
     leaf = Dataset(
-        *(file[f"{i}.{key}"] for key in ("points", "connectivity", "offsets", "types")),
+        points=file[f"{i}.points"],
+        connectivity=file[f"{i}.connectivity"],
+        offsets=file[f"{i}.offsets"],
+        types=file[f"{i}.types"],
         point_fields=fields("point_fields"),
         cell_fields=fields("cell_fields"),
         block=note["block"],

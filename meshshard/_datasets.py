@@ -22,6 +22,7 @@ from meshshard._checks import (
     check_cells,
     check_points,
     dimensions,
+    kinds,
     type_name,
     warn,
     warn_fields,
@@ -69,7 +70,7 @@ class Dataset:
     @property
     def dim(self) -> int:
         """Highest dimension of the cells; -1 without cells."""
-        return int(dimensions(np.unique(self.types)).max(initial=-1))
+        return max((int(dimensions(np.array(kind))) for kind in kinds(self.types)), default=-1)
 
 
 def offsets_of(counts: Array) -> Array:
@@ -175,9 +176,8 @@ def _warn_left_out(leaves: Sequence[Dataset], dim: int, name: str) -> None:
     """Name the cells whose dimension is lower than that of the mesh."""
     seen: Counter[int] = Counter()
     for leaf in leaves:
-        counts = np.bincount(leaf.types, minlength=1)
-        low = [int(t) for t in np.flatnonzero(counts) if _lower(int(t), dim)]
-        seen.update({kind: int(counts[kind]) for kind in low})
+        low = [kind for kind in kinds(leaf.types) if _lower(kind, dim)]
+        seen.update({kind: int(np.count_nonzero(leaf.types == kind)) for kind in low})
     if seen:
         words = ", ".join(f"{n} {type_name(kind)}" for kind, n in sorted(seen.items()))
         kept = ("vertices", "curves", "surface cells", "volume cells")[max(dim, 0)]
@@ -185,7 +185,7 @@ def _warn_left_out(leaves: Sequence[Dataset], dim: int, name: str) -> None:
 
 
 def _lower(kind: int, dim: int) -> bool:
-    return kind == EMPTY or int(dimensions(np.array([kind]))[0]) < dim
+    return kind == EMPTY or int(dimensions(np.array(kind))) < dim
 
 
 def _take(leaf: Dataset, rows: Array) -> Dataset:
@@ -212,8 +212,8 @@ def _take_faces(faces: Faces | None, rows: Array) -> Faces | None:
 
 def _plain(leaf: Dataset, dim: int) -> Dataset:
     """Only the cells of one dimension; strips cut, pixels and voxels turned."""
-    present = np.flatnonzero(np.bincount(leaf.types, minlength=1))
-    if any(_lower(int(t), dim) for t in present):
+    present = kinds(leaf.types)
+    if any(_lower(kind, dim) for kind in present):
         keep = (dimensions(leaf.types) == dim) & (leaf.types != EMPTY)
         leaf = _take(leaf, np.flatnonzero(keep))
     if STRIP in present and dim == 2:

@@ -1,7 +1,7 @@
 """What the first bytes of a file say, before any reader sees it.
 
-Files arrive cut short, empty, as Git LFS pointers, as HTML pages of a server that said no, gzipped, or
-under another format's name. The content decides; the name only where the content cannot.
+Files arrive cut short, empty, as Git LFS pointers, as HTML pages of a server that said no, gzipped,
+or under another format's name. The content decides; the name only where the content cannot.
 """
 
 from __future__ import annotations

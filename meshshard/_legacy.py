@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from meshshard._checks import STRIP, warn
 from meshshard._datasets import Dataset, gather_rows, offsets_of, structured_cells
-from meshshard._pieces import faces_of_stream
+from meshshard._faces import faces_of_stream
 from meshshard._text import Scanner
 from meshshard.cells import POLYHEDRON
 from meshshard.errors import ReadError

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from meshshard._checks import STRIP, warn
 from meshshard._datasets import Dataset, offsets_of, structured_cells
+from meshshard._faces import faces_of_stream, listed_faces
 from meshshard._xml import INFLATE, Inflate, XmlFile
 from meshshard.errors import ReadError
 from meshshard.mesh import Faces
@@ -83,10 +84,12 @@ def _blocks(
 ) -> Iterator[Dataset]:
     """Leaves below a block; a leaf without a file is an empty block."""
     for child in element:
-        name = child.get("name") or child.get("index", "")
+        name = child.get("name") or child.get("index") or ""
         if child.tag == "DataSet" and child.get("file"):
             # partitions of one block are pieces of it, not blocks of their own
-            names = above if element.tag in ("Partitions", "Piece") else (*above, name)
+            names: Sequence[str] = (
+                above if element.tag in ("Partitions", "Piece") else (*above, name)
+            )
             for leaf in _follow(child.get("file"), path, inflate, depth):
                 inner = (*names, leaf.block) if leaf.block else names
                 yield replace(leaf, block="/".join(inner))
@@ -238,60 +241,8 @@ def _new_faces(file: XmlFile, names: Mapping[str | None, Element], n_cells: int)
     per_cell[1:] = file.values(names["polyhedron_offsets"], n_cells)
     ends = file.values(names["face_offsets"])
     offsets = np.concatenate([np.zeros(1, np.int64), ends])
-    connectivity = file.values(names["face_connectivity"])
-    n_faces = len(ends)
-    if of.min() < 0 or of.max() >= n_faces:
-        raise ReadError(f"{file.path}: polyhedron_to_faces names a face outside 0..{n_faces - 1}")
-    if len(of) == n_faces and np.array_equal(of, np.arange(n_faces)):
-        return Faces(per_cell, offsets, connectivity)
-    return Faces(per_cell, *shared_faces(of, offsets, connectivity, str(file.path)))
-
-
-def shared_faces(of: Array, offsets: Array, connectivity: Array, name: str) -> tuple[Array, Array]:
-    """Offsets and connectivity of the faces `of`, which may be listed in any order.
-
-    Raises:
-        ReadError: the offsets of the faces do not fit.
-    """
-    counts = np.diff(offsets)
-    if (counts < 0).any() or offsets[-1] != len(connectivity):
-        raise ReadError(f"{name}: face offsets do not fit the face connectivity")
-    out = offsets_of(counts[of])
-    at = np.repeat(offsets[of] - out[:-1], counts[of]) + np.arange(out[-1])
-    return out, connectivity[at]
-
-
-def faces_of_stream(stream: Array, ends: Array, name: str) -> Faces | None:
-    """Faces from VTK's face stream [n faces, n points, ids, …] a cell, which ends at `ends`.
-
-    Cells that are no polyhedra have the end -1.
-
-    Raises:
-        ReadError: the stream does not close.
-    """
-    values = stream.tolist()
-    per_cell, sizes, starts = np.zeros(len(ends), np.int64), [], []
-    at = 0
-    for cell in np.flatnonzero(ends >= 0).tolist():
-        if at >= len(values):
-            raise ReadError(f"{name}: the face stream ends before cell {cell}")
-        per_cell[cell] = values[at]
-        at += 1
-        for _ in range(int(per_cell[cell])):
-            if at >= len(values) or values[at] < 0:
-                raise ReadError(f"{name}: the face stream of cell {cell} is damaged")
-            sizes.append(values[at])
-            starts.append(at + 1)
-            at += 1 + values[at]
-        if at != ends[cell]:
-            raise ReadError(f"{name}: faceoffsets of cell {cell} do not fit the face stream")
-    if not sizes:
-        return None
-    if at > len(values):
-        raise ReadError(f"{name}: the face stream ends within a face")
-    offsets = offsets_of(np.array(sizes))
-    where = np.repeat(np.array(starts) - offsets[:-1], sizes) + np.arange(offsets[-1])
-    return Faces(offsets_of(per_cell), offsets, stream[where])
+    ids = file.values(names["face_connectivity"])
+    return listed_faces(of, per_cell, offsets, ids, str(file.path))
 
 
 def _points(file: XmlFile, piece: Element, n: int) -> Array:

@@ -130,7 +130,7 @@ def _coordinates(rows: list[list[bytes]], path: Path) -> Array:
 class _Property(NamedTuple):
     name: str
     kind: str
-    count: str  # type of the count of a list, empty for a scalar
+    length: str  # type of the count of a list, empty for a scalar
 
 
 PLY_TYPES = {
@@ -153,7 +153,7 @@ def read_ply(path: Path) -> list[Dataset]:
     cells: dict[str, Array] = {}
     ids, offsets = np.zeros(0, np.int64), np.zeros(1, np.int64)
     for name, n, properties in elements:
-        if not any(p.count for p in properties):
+        if not any(p.length for p in properties):
             columns = _ply_columns(file, coding, n, properties, name)
         else:
             columns, ids_here, offsets_here = _ply_lists(file, coding, n, properties, name)
@@ -219,17 +219,17 @@ def _ply_lists(
     file: Scanner, coding: str, n: int, properties: list[_Property], name: str
 ) -> tuple[dict[str, Array], Array, Array]:
     """Scalar columns of an element, and its list (the corners of faces): values and offsets."""
-    scalars: dict[str, list[float]] = {p.name: [] for p in properties if not p.count}
+    scalars: dict[str, list[float]] = {p.name: [] for p in properties if not p.length}
     counts: list[int] = []
     ids: list[int] = []
     corner = next((p.name for p in properties if p.name.startswith("vertex_ind")), "")
     take = _ascii_taker(file, name) if coding == "a" else _binary_taker(file, coding, name)
     for _ in range(n):
         for p in properties:
-            if not p.count:
+            if not p.length:
                 scalars[p.name].extend(take(p.kind, 1))
                 continue
-            count = int(take(p.count, 1)[0])
+            count = int(take(p.length, 1)[0])
             values = take(p.kind, count)
             if p.name == corner:
                 counts.append(count)

@@ -17,11 +17,12 @@ from xml.sax.saxutils import quoteattr
 import numpy as np
 import numpy.typing as npt
 
-from meshshard.cells import LINE, POLYGON, POLYHEDRON, QUAD, TRIANGLE
+from meshshard._faces import face_stream
+from meshshard.cells import LINE, POLYGON, QUAD, TRIANGLE
 from meshshard.errors import MeshshardError
-from meshshard.mesh import Faces, Mesh
+from meshshard.mesh import Mesh
 
-__all__ = ["clean_names", "face_stream", "is_polydata", "write_npz", "write_vtk"]
+__all__ = ["clean_names", "is_polydata", "write_npz", "write_vtk"]
 
 Array = npt.NDArray[Any]
 
@@ -90,7 +91,7 @@ class _Arrays:
     def append(self, file: BinaryIO) -> None:
         for values in self.listed:
             file.write(np.uint64(values.nbytes).tobytes())
-            file.write(memoryview(values.reshape(-1).view(np.uint8)))
+            file.write(values.reshape(-1).view(np.uint8).data)
 
 
 def _storable(values: Array, name: str) -> Array:
@@ -170,32 +171,6 @@ def _unstructured(mesh: Mesh, arrays: _Arrays) -> tuple[str, str]:
 
 def _ids(connectivity: Array) -> Array:
     return connectivity.astype(np.int64, copy=False)
-
-
-def face_stream(faces: Faces, types: Array) -> tuple[Array, Array]:
-    """VTK's face stream [n faces, n points, ids, …] of the polyhedra, and where each ends.
-
-    Args:
-        faces: of all cells.
-        types: (n_cells,) VTK cell types.
-
-    Returns:
-        The stream, and (n_cells,) ends in it, -1 for cells that are no polyhedra.
-    """
-    n_faces, n_corners = np.diff(faces.cell_offsets), np.diff(faces.offsets)
-    poly = types == POLYHEDRON
-    cell_of = np.repeat(np.arange(len(types)), n_faces)
-    before = np.cumsum(poly)  # counts of faces that come before: one a polyhedron
-    starts = np.concatenate([[0], np.cumsum(n_corners + 1)])
-    ends = starts[faces.cell_offsets[1:]] + before
-    stream = np.empty(starts[-1] + int(poly.sum()), np.int64)
-    stream[(starts[faces.cell_offsets[:-1]] + before - 1)[poly]] = n_faces[poly]
-    at = starts[:-1] + before[cell_of]
-    stream[at] = n_corners
-    stream[np.repeat(at + 1 - faces.offsets[:-1], n_corners) + np.arange(faces.offsets[-1])] = (
-        faces.connectivity
-    )
-    return stream, np.where(poly, ends, -1)
 
 
 def write_npz(mesh: Mesh, path: Path) -> None:

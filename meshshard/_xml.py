@@ -1,11 +1,10 @@
-"""VTK's XML files, read with numpy alone: any lie in the header is found before memory is asked for.
+"""VTK's XML files, read with numpy alone: a lie in the header is found before memory is asked for.
 
-VTK's own reader ends the process on a header that declares 1e11 points and goes on quietly with half
-a file. Here every array is measured against the bytes that are there. `XmlFile` turns one DataArray
-element into numbers; `read_xml` walks pieces, blocks and time steps and yields data sets.
+VTK's own reader ends the process on a header that declares 1e11 points and goes on quietly with
+half a file. Here every array is measured against the bytes that are there.
 
-Encodings: ascii, inline base64, appended base64 and raw; uncompressed, zlib, lzma, and whatever else
-the caller can inflate.
+Encodings: ascii, inline base64, appended base64 and raw; uncompressed, zlib, lzma, and whatever
+else the caller can inflate.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class XmlFile:
             )
         return out
 
-    def _decode(self, element: ElementTree.Element, dtype: np.dtype[Any], n: int | None) -> Array:
+    def _decode(self, element: ElementTree.Element, dtype: np.dtype[Any], n: int | None) -> Any:
         form = element.get("format", "ascii")
         bits = element.get("type") == "Bit"
         if form == "ascii":
@@ -139,7 +138,7 @@ class XmlFile:
             raw = np.unpackbits(raw)[:n]
         return raw.astype(dtype.newbyteorder("="), copy=False)
 
-    def _appended(self, offset: int, dtype: np.dtype[Any]) -> Array:
+    def _appended(self, offset: int, dtype: np.dtype[Any]) -> Any:
         start = self._start + offset
         if offset < 0 or not self._start or start >= self.size:
             raise ValueError(f"its offset {offset} is outside the file (truncated?)")
@@ -151,7 +150,7 @@ class XmlFile:
             data = _from_base64(file.read(end - start).split(b"<")[0])
             return self._payload(io.BytesIO(data), len(data), dtype)
 
-    def _payload(self, file: BinaryIO, room: int, dtype: np.dtype[Any]) -> Array:
+    def _payload(self, file: BinaryIO, room: int, dtype: np.dtype[Any]) -> Any:
         """The numbers behind a binary header, of which `room` bytes are there."""
         if not room:
             return np.empty(0, dtype)
@@ -162,7 +161,7 @@ class XmlFile:
             raise ValueError(f"it declares {n_bytes} bytes, {room} are there (truncated?)")
         return _fill(file, np.empty(n_bytes // dtype.itemsize, dtype))
 
-    def _inflated(self, file: BinaryIO, room: int, dtype: np.dtype[Any]) -> Array:
+    def _inflated(self, file: BinaryIO, room: int, dtype: np.dtype[Any]) -> Any:
         n, size, last = (int(v) for v in self._numbers(file, 3, room))
         if not n:
             return np.empty(0, dtype)
@@ -183,7 +182,7 @@ class XmlFile:
             at += want
         return out
 
-    def _numbers(self, file: BinaryIO, n: int, room: int) -> Array:
+    def _numbers(self, file: BinaryIO, n: int, room: int) -> Any:
         if n * self._header.itemsize > room:
             raise ValueError(f"its header needs {n} numbers, {room} bytes are there (truncated?)")
         return _fill(file, np.empty(n, self._header))

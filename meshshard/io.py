@@ -8,9 +8,8 @@ legacy files, STL, PLY, OBJ and point clouds are read with numpy alone. What C++
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,19 +17,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshshard._checks import STRIP, check, warn
+from meshshard._checks import STRIP, warn
 from meshshard._child import read_in_child, serve
-from meshshard._clouds import read_csv, read_npy, read_npz, read_pt
+from meshshard._arrays import from_arrays, read_csv, read_npy, read_npz, read_pt
 from meshshard._datasets import Dataset, assemble, offsets_of, structured_cells
+from meshshard._faces import face_stream, listed_faces
 from meshshard._guards import gunzip, recognise
 from meshshard._legacy import read_legacy
 from meshshard._pieces import read_xml
 from meshshard._surfaces import read_obj, read_ply, read_stl
-from meshshard._write import clean_names, face_stream, is_polydata, write_npz, write_vtk
+from meshshard._write import clean_names, is_polydata, write_npz, write_vtk
 from meshshard._xml import INFLATE
-from meshshard.cells import POLYGON, QUAD, TRIANGLE
+from meshshard.cells import POLYGON
 from meshshard.errors import MeshshardError, ReadError
-from meshshard.mesh import Faces, Mesh
+from meshshard.mesh import Mesh
 
 __all__ = ["clean_names", "from_arrays", "from_pyvista", "read", "to_pyvista", "to_vtk", "write"]
 
@@ -120,62 +120,6 @@ def write(mesh: Mesh, path: str | Path) -> None:
         write_npz(mesh, path)
     else:
         raise MeshshardError(f"{path}: meshes are written as .vtp, .vtu or .npz, not '{suffix}'")
-
-
-def from_arrays(
-    points: Any,
-    cells: Any = None,
-    *,
-    cell_fields: Mapping[str, Any] | None = None,
-    point_fields: Mapping[str, Any] | None = None,
-    name: str = "mesh",
-) -> Mesh:
-    """A checked surface or point cloud from arrays.
-
-    Args:
-        points: (n_points, 3) coordinates, or (n_points, 2) with z = 0.
-        cells: (n_cells, k) point ids, a list of polygons, a tuple (offsets, connectivity) with
-            n_cells + 1 offsets, or None for a cloud.
-        cell_fields: arrays with a row for each cell, by name.
-        point_fields: arrays with a row for each point, by name.
-        name: what to call the mesh in messages.
-
-    Raises:
-        MeshError: the arrays contradict each other.
-    """
-    where = np.asarray(points)
-    if where.ndim == 2 and where.shape[1] == 2:
-        where = np.column_stack([where, np.zeros(len(where), where.dtype)])
-    if where.dtype.kind != "f":
-        where = where.astype(np.float64)
-    connectivity, offsets = _runs(cells)
-    counts = np.diff(offsets)
-    types = np.select([counts == 3, counts == 4], [TRIANGLE, QUAD], POLYGON).astype(np.uint8)
-    mesh = Mesh(
-        points=where,
-        connectivity=connectivity,
-        offsets=offsets,
-        types=types,
-        cell_fields={key: np.asarray(values) for key, values in (cell_fields or {}).items()},
-        point_fields={key: np.asarray(values) for key, values in (point_fields or {}).items()},
-        name=name,
-    )
-    return check(mesh)
-
-
-def _runs(cells: Any) -> tuple[Array, Array]:
-    """Connectivity and offsets of cells in any of the forms that `from_arrays` takes."""
-    if cells is None or len(cells) == 0:
-        return np.zeros(0, np.int64), np.zeros(1, np.int64)
-    if isinstance(cells, tuple):
-        offsets, connectivity = (np.asarray(part) for part in cells)
-        return connectivity, offsets.astype(np.int64, copy=False)
-    if isinstance(cells, np.ndarray) and cells.ndim == 2:
-        n, width = cells.shape
-        return cells.reshape(-1), np.arange(n + 1, dtype=np.int64) * width
-    counts = np.array([len(cell) for cell in cells])
-    ids = np.fromiter(chain.from_iterable(cells), np.int64, int(counts.sum()))
-    return ids, offsets_of(counts)
 
 
 def from_pyvista(dataset: Any, name: str = "mesh") -> Mesh:
@@ -273,7 +217,7 @@ def _cell_array(cells: Any) -> tuple[Array, Array]:
     return _numpy(cells.GetConnectivityArray()), offsets
 
 
-def _polydata_cells(item: Any) -> dict[str, Array]:
+def _polydata_cells(item: Any) -> dict[str, Any]:
     """Cells of a PolyData in the order of its cell data."""
     sections = (item.GetVerts(), item.GetLines(), item.GetPolys(), item.GetStrips())
     runs = [_cell_array(section) for section in sections]
@@ -303,11 +247,7 @@ def _grid_cells(item: Any) -> dict[str, Any]:
         return cells
     ids, ends = _cell_array(faces)
     of, per_cell = _cell_array(item.GetPolyhedronFaceLocations())
-    if not np.array_equal(of, np.arange(len(ends) - 1)):
-        from meshshard._pieces import shared_faces
-
-        ends, ids = shared_faces(of, ends, ids, "mesh")
-    return {**cells, "faces": Faces(per_cell, ends, ids)}
+    return {**cells, "faces": listed_faces(of, per_cell, ends, ids, "mesh")}
 
 
 def to_vtk(mesh: Mesh) -> Any:
@@ -319,7 +259,7 @@ def to_vtk(mesh: Mesh) -> Any:
     from vtkmodules.vtkCommonDataModel import vtkPolyData, vtkUnstructuredGrid
 
     flat = is_polydata(mesh)
-    out = vtkPolyData() if flat else vtkUnstructuredGrid()
+    out: Any = vtkPolyData() if flat else vtkUnstructuredGrid()
     points = vtkPoints()
     points.SetData(_vtk(mesh.points))
     out.SetPoints(points)
@@ -420,19 +360,22 @@ def _is_meshio(path: Path) -> bool:
 
 def _meshio(path: Path) -> Any:
     try:
-        import meshio
+        import meshio  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError:
         raise ReadError(f"{path}: needs meshio; pip install 'meshshard[meshio]'") from None
     import pyvista
 
-    return pyvista.from_meshio(meshio.read(path))
+    mesh = meshio.read(path)
+    mesh.cell_sets, mesh.point_sets = {}, {}  # the arrays of tags say the same
+    return pyvista.from_meshio(mesh)
 
 
 def _pyvista(path: Path, time: float | None) -> Any:
     import pyvista
 
     fluent = path.suffix.lower() == ".msh"
-    reader: Any = pyvista.FluentReader(path) if fluent else pyvista.get_reader(path)
+    get_reader: Any = pyvista.FluentReader if fluent else pyvista.get_reader
+    reader = get_reader(path)
     times = list(getattr(reader, "time_values", None) or [])
     listed = ", ".join(f"{t:g}" for t in times[:20]) + (", …" if len(times) > 20 else "")
     if time is None and len(times) > 1:
@@ -444,4 +387,17 @@ def _pyvista(path: Path, time: float | None) -> Any:
     if hasattr(reader, "cell_to_point_creation"):  # OpenFOAM: only what the solver wrote
         reader.cell_to_point_creation = False
         reader.decompose_polyhedra = False
-    return reader.read()
+    return _cell_zones(reader.read(), path) if fluent else reader.read()
+
+
+def _cell_zones(blocks: Any, path: Path) -> Any:
+    """Zones of cells of a Fluent case: VTK makes solids without sense of the zones of faces."""
+    import pyvista
+
+    keys = [key for key in blocks.keys() if key.endswith((":fluid", ":solid"))]
+    if not keys:
+        return blocks
+    left = [key for key in blocks.keys() if key not in keys]
+    if left:
+        warn(f"{path}: mixed dimensions: {len(left)} zones of faces left out: {', '.join(left)}")
+    return pyvista.MultiBlock({key: blocks[key] for key in keys})

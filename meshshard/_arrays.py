@@ -1,25 +1,84 @@
-"""Point clouds from arrays: .npz, .npy, .csv and .pt."""
+"""Meshes from plain arrays: in memory, and point clouds from .npz, .npy, .csv and .pt."""
 
 from __future__ import annotations
 
 import zipfile
 import zlib
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from meshshard._checks import warn
-from meshshard._datasets import Dataset
+from meshshard._checks import check, warn
+from meshshard._datasets import Dataset, offsets_of
+from meshshard.cells import POLYGON, QUAD, TRIANGLE
 from meshshard.errors import ReadError
+from meshshard.mesh import Mesh
 
-__all__ = ["read_csv", "read_npy", "read_npz", "read_pt"]
+__all__ = ["from_arrays", "read_csv", "read_npy", "read_npz", "read_pt"]
 
 Array = npt.NDArray[Any]
 NAMES = ("points", "pos", "coords", "xyz", "coordinates", "positions", "vertices")
 AXES = (("x", "y", "z"), ("points:0", "points:1", "points:2"), ("points_0", "points_1", "points_2"))
+
+
+def from_arrays(
+    points: Any,
+    cells: Any = None,
+    *,
+    cell_fields: Mapping[str, Any] | None = None,
+    point_fields: Mapping[str, Any] | None = None,
+    name: str = "mesh",
+) -> Mesh:
+    """A checked surface or point cloud from arrays.
+
+    Args:
+        points: (n_points, 3) coordinates, or (n_points, 2) with z = 0.
+        cells: (n_cells, k) point ids, a list of polygons, a tuple (offsets, connectivity) with
+            n_cells + 1 offsets, or None for a cloud.
+        cell_fields: arrays with a row for each cell, by name.
+        point_fields: arrays with a row for each point, by name.
+        name: what to call the mesh in messages.
+
+    Raises:
+        MeshError: the arrays contradict each other.
+    """
+    where = np.asarray(points)
+    if where.ndim == 2 and where.shape[1] == 2:
+        where = np.column_stack([where, np.zeros(len(where), where.dtype)])
+    if where.dtype.kind != "f":
+        where = where.astype(np.float64)
+    connectivity, offsets = _runs(cells)
+    counts = np.diff(offsets)
+    types = np.select([counts == 3, counts == 4], [TRIANGLE, QUAD], POLYGON).astype(np.uint8)
+    mesh = Mesh(
+        points=where,
+        connectivity=connectivity,
+        offsets=offsets,
+        types=types,
+        cell_fields={key: np.asarray(values) for key, values in (cell_fields or {}).items()},
+        point_fields={key: np.asarray(values) for key, values in (point_fields or {}).items()},
+        name=name,
+    )
+    return check(mesh)
+
+
+def _runs(cells: Any) -> tuple[Array, Array]:
+    """Connectivity and offsets of cells in any of the forms that `from_arrays` takes."""
+    if cells is None or len(cells) == 0:
+        return np.zeros(0, np.int64), np.zeros(1, np.int64)
+    if isinstance(cells, tuple):
+        offsets, connectivity = (np.asarray(part) for part in cells)
+        return connectivity, offsets.astype(np.int64, copy=False)
+    if isinstance(cells, np.ndarray) and cells.ndim == 2:
+        n, width = cells.shape
+        return cells.reshape(-1), np.arange(n + 1, dtype=np.int64) * width
+    counts = np.array([len(cell) for cell in cells])
+    ids = np.fromiter(chain.from_iterable(cells), np.int64, int(counts.sum()))
+    return ids, offsets_of(counts)
 
 
 def cloud(arrays: Mapping[str, Array], path: Path) -> Dataset:
@@ -123,7 +182,8 @@ def _bad_line(path: Path, mark: str, names: list[str]) -> str:
                 return f"{path}: line {number} has {len(words)} columns, the header {len(names)}"
             for name, word in zip(names, words, strict=True):
                 if not _is_number(word):
-                    return f"{path}: line {number} (row {number - 1}): {name} = '{word[:40]}' is no number"
+                    where = f"line {number} (row {number - 1})"
+                    return f"{path}: {where}: {name} = '{word[:40]}' is no number"
     return f"{path}: not a table of numbers"
 
 
