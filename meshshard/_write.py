@@ -22,7 +22,7 @@ from meshshard.cells import LINE, POLYGON, QUAD, TRIANGLE
 from meshshard.errors import MeshshardError
 from meshshard.mesh import Mesh
 
-__all__ = ["clean_names", "is_polydata", "write_npz", "write_vtk"]
+__all__ = ["clean_names", "is_polydata", "vtk_type", "write_npz", "write_vtk"]
 
 Array = npt.NDArray[Any]
 
@@ -75,7 +75,7 @@ class _Arrays:
         """The DataArray element of an array that will be appended."""
         values = _storable(values, name)
         width = int(np.prod(values.shape[1:], dtype=np.int64)) if values.ndim > 1 else 1
-        kind = DTYPES[values.dtype.str[1:]]
+        kind = vtk_type(values)
         text = (
             f'<DataArray type="{kind}" Name={quoteattr(_NOT_XML.sub("_", name))} '
             f'NumberOfComponents="{width}" format="appended" offset="{self.at}"/>\n'
@@ -106,6 +106,11 @@ def _storable(values: Array, name: str) -> Array:
             f"array '{name}' of type {values.dtype} cannot be written to VTK files"
         )
     return values
+
+
+def vtk_type(values: Array) -> str:
+    """VTK's name for the type in which an array is written."""
+    return DTYPES[_storable(values[:0], "array").dtype.str[1:]]
 
 
 def write_vtk(mesh: Mesh, path: Path) -> None:
@@ -143,7 +148,7 @@ def write_vtk(mesh: Mesh, path: Path) -> None:
 def _polydata(mesh: Mesh, arrays: _Arrays) -> tuple[str, str]:
     """Counts and cells of a PolyData piece; a cloud gets a vertex a point, or nobody sees it."""
     empty = np.zeros(0, np.int64)
-    parts = {name: (empty, empty) for name in ("Verts", "Lines", "Strips", "Polys")}
+    parts = dict.fromkeys(("Verts", "Lines", "Strips", "Polys"), (empty, empty))
     if mesh.n_cells:
         parts["Polys" if mesh.dim == 2 else "Lines"] = (mesh.connectivity, mesh.offsets[1:])
     elif not mesh.cell_fields:

@@ -11,7 +11,7 @@ from meshshard.errors import MeshWarning
 from meshshard.facets import Facets, Matches, facets, match, ranges
 from meshshard.mesh import Array, Mesh, vector_area
 
-__all__ = ["Inspection", "coincident", "glue", "inspect", "weld"]
+__all__ = ["Inspection", "coincident", "glue", "inspect", "open_points", "weld"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def glue(mesh: Mesh) -> tuple[Mesh, Matches]:
     """
     found = match(facets(mesh), mesh.n_points)
     if mesh.weld is None and found.open.any():
-        merged = weld(mesh, candidates=_open_points(mesh, found))
+        merged = weld(mesh, candidates=open_points(mesh, found))
         again = found if merged is mesh else match(facets(merged), merged.n_points)
         if len(again.first) > len(found.first):
             _say(merged, len(again.first) - len(found.first))
@@ -158,7 +158,7 @@ def _close_groups(points: Array, tolerance: float) -> Array:
     return np.asarray(connected_components(links, directed=False)[1])
 
 
-def _open_points(mesh: Mesh, found: Matches) -> Array:
+def open_points(mesh: Mesh, found: Matches) -> Array:
     """Points that could glue a mesh further: of open edges, of the cells with open faces."""
     listed = found.facets
     if listed.forward is not None:
@@ -171,8 +171,8 @@ def _say(mesh: Mesh, glued: int) -> None:
     assert mesh.weld is not None
     merged = int((mesh.weld != np.arange(mesh.n_points)).sum())
     warnings.warn(
-        f"{mesh.name}: {merged} points repeat an earlier one exactly and are merged for "
-        f"neighbourhood (by a map; rows stay), which joins cells along {glued} facets",
+        f"{mesh.name}: {merged} points are exact duplicates of earlier ones and are merged for "
+        f"neighbourhood (by a map, rows stay), which joins cells along {glued} more facets",
         MeshWarning,
         stacklevel=4,
     )

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from meshshard._arrays import from_arrays, read_csv, read_npy, read_npz, read_pt
 from meshshard._checks import STRIP, warn
 from meshshard._child import read_in_child, serve
-from meshshard._arrays import from_arrays, read_csv, read_npy, read_npz, read_pt
 from meshshard._datasets import Dataset, assemble, offsets_of, structured_cells
 from meshshard._faces import face_stream, listed_faces
 from meshshard._guards import gunzip, recognise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -199,11 +199,13 @@ class Partition:
         if len(wrong):
             raise PartitionError(f"shard {plan.shard}: edge {wrong[0]} has another source")
 
-    def save(self, path: str | Path, **record: Any) -> Path:
+    def save(
+        self, path: str | Path, *, source: str | Path | None = None, force: bool = False
+    ) -> Path:
         """Write the folder of shards, see `meshshard.store.save`."""
         from meshshard.store import save
 
-        return save(self, path, **record)
+        return save(self, path, source=source, force=force)
 
     def __repr__(self) -> str:
         """One line: how many of what, in how many shards."""
@@ -335,7 +337,9 @@ def _method(method: Any) -> Any:
 def _record(method: Any) -> dict[str, Any]:
     """Name and options of a method, for the manifest."""
     name = getattr(method, "__name__", type(method).__name__)
-    options = {f: getattr(method, f) for f in getattr(method, "__dataclass_fields__", {})}
+    options = (
+        {f.name: getattr(method, f.name) for f in fields(method)} if is_dataclass(method) else {}
+    )
     return {"name": name, **{f: v for f, v in options.items() if not hasattr(v, "shape")}}
 
 

@@ -28,7 +28,7 @@ from meshshard.mesh import Array, Faces, Mesh
 from meshshard.partitions import Partition
 from meshshard.plan import Plan
 
-__all__ = ["SCHEMA", "Folder", "load", "save", "sha256"]
+__all__ = ["SCHEMA", "Folder", "load", "plain", "save", "sha256"]
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -40,6 +40,7 @@ def save(
     path: str | Path,
     *,
     source: str | Path | None = None,
+    request: Mapping[str, Any] | None = None,
     command: str = "",
     force: bool = False,
 ) -> Path:
@@ -49,6 +50,7 @@ def save(
         partition: of a mesh or cloud.
         path: the folder; `.shards` is its usual ending.
         source: the file that was read; its name and sha256 are recorded.
+        request: what was asked for, so that the same request can be recognised later.
         command: what was typed, for the record.
         force: replace a folder that is there.
 
@@ -72,7 +74,8 @@ def save(
             _write_shard(partition.plan(p), piece, mesh, folder, identity)
             for p, piece in enumerate(pieces_of(partition))
         ]
-        manifest = _manifest(partition, source, command)
+        manifest = _manifest(partition, source)
+        manifest |= {"request": dict(request or {}), "command": command}
         manifest |= {"id": identity, "shards": records}
         text = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False)
         write_through(folder / MANIFEST, text.encode())
@@ -268,6 +271,11 @@ class Folder:
         return self
 
 
+def plain(value: Any) -> Any:
+    """What a value is after a trip through JSON: tuples are lists."""
+    return json.loads(json.dumps(value))
+
+
 def sha256(path: str | Path) -> str:
     """Hex digest of a file, read in blocks."""
     with Path(path).open("rb") as file:
@@ -318,14 +326,14 @@ def _narrow(array: Array) -> Array:
     return array
 
 
-def _manifest(partition: Partition, source: str | Path | None, command: str) -> dict[str, Any]:
+def _manifest(partition: Partition, source: str | Path | None) -> dict[str, Any]:
     """What manifest.json says, apart from the shards."""
     mesh = partition.mesh
     assert mesh is not None
     merged = 0 if mesh.weld is None else int((mesh.weld != np.arange(mesh.n_points)).sum())
     return {
         "schema": SCHEMA,
-        "name": mesh.name,
+        "name": Path(mesh.name).name,
         "kind": mesh.kind,
         "entity": partition.entity,
         "sizes": partition.sizes.tolist(),
@@ -342,7 +350,6 @@ def _manifest(partition: Partition, source: str | Path | None, command: str) -> 
         "method": partition.method,
         "quality": partition.quality.as_dict(),
         "versions": _versions(),
-        "command": command,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -1,0 +1,359 @@
+"""Batch: from files to folders of shards, one after the other, on all cores, or on a Dask cluster."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshshard.errors import MeshshardError, MeshWarning, PartitionError, StoreError
+from meshshard.graph import Graph, knn_graph
+from meshshard.mesh import Mesh
+
+__all__ = ["Job", "memory_note", "partition_file", "partition_files", "targets_of"]
+
+LARGE = 200_000_000  # bytes of a file from which its memory is predicted aloud
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do with each file; see the options of `meshshard partition`.
+
+    Attributes:
+        out: directory of the folders.
+        parts: number of shards.
+        targets: a share of the load for each shard, none for equal ones.
+        on: "cells", "points" or "auto".
+        method: "metis", "morton", "rcb", "random", or the path of a file of labels.
+        weight: name of a field, or "area".
+        objective: "volume" or "cut".
+        imbalance: largest load over the mean.
+        seed: of METIS or the random labels.
+        contiguous: ask METIS for connected parts.
+        knn: neighbours of each entity by distance, instead of the mesh's own.
+        halo: rings of halo rows.
+        order: rows inside a shard: "file", "morton" or "rcm".
+        weld: distance up to which points on open edges are one; None exactly, negative never.
+        fields: names to keep; all by default.
+        time: step of a file that holds several.
+        vtk: also write pieces for ParaView; with `ghosts`, their halo too.
+        ghosts: see `vtk`.
+        force: replace folders that are there.
+        if_changed: leave folders alone that hold the same source and request.
+        dry_run: cut, but write nothing.
+        command: what was typed.
+    """
+
+    out: str = "."
+    parts: int = 2
+    targets: tuple[float, ...] = ()
+    on: str = "auto"
+    method: str = "metis"
+    weight: str | None = None
+    objective: str = "volume"
+    imbalance: float = 1.005
+    seed: int = 0
+    contiguous: bool = False
+    knn: int | None = None
+    halo: int = 1
+    order: str = "file"
+    weld: float | None = None
+    fields: tuple[str, ...] | None = None
+    time: float | None = None
+    vtk: bool = False
+    ghosts: bool = False
+    force: bool = False
+    if_changed: bool = False
+    dry_run: bool = False
+    command: str = ""
+
+    def request(self) -> dict[str, Any]:
+        """The options that shape the shards."""
+        others = ("out", "vtk", "ghosts", "force", "if_changed", "dry_run", "command")
+        return {k: v for k, v in asdict(self).items() if k not in others}
+
+
+def targets_of(paths: Sequence[str], out: str) -> dict[str, Path]:
+    """The folder of every file: its name with the ending .shards.
+
+    Raises:
+        StoreError: two files would share a folder.
+    """
+    folders: dict[str, Path] = {}
+    for path in paths:
+        name = Path(path).name.removesuffix(".gz")
+        folder = Path(out) / f"{Path(name).stem or name}.shards"
+        other = next((p for p, f in folders.items() if f == folder), None)
+        if other is not None:
+            raise StoreError(f"{other} and {path} would both become {folder}; give each its --out")
+        folders[path] = folder
+    return folders
+
+
+def partition_file(path: str, folder: str, job: Job) -> dict[str, Any]:
+    """Read one file, cut it, write its folder.
+
+    Returns:
+        What happened: `input`, `folder`, `status` (written, unchanged, tried or failed), `error`,
+        `warnings`, `said`, `quality`, `seconds`. Nothing that is wrong with a file is raised.
+    """
+    began = time.perf_counter()
+    outcome: dict[str, Any] = {"input": path, "folder": folder, "warnings": [], "said": []}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            outcome |= _partition_file(path, Path(folder), job, outcome["said"])
+        except (MeshshardError, OSError, MemoryError) as error:
+            outcome |= {"status": "failed", "error": _one_line(path, error)}
+    outcome["warnings"] = _unique(
+        str(w.message) for w in caught if issubclass(w.category, MeshWarning)
+    )
+    return outcome | {"seconds": round(time.perf_counter() - began, 3)}
+
+
+def partition_files(
+    folders: dict[str, Path], job: Job, jobs: int = 1, dask: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """The outcome of every file, as each is done.
+
+    Args:
+        folders: from `targets_of`.
+        job: what to do.
+        jobs: processes of this machine.
+        dask: address of a Dask scheduler whose workers see the same file system.
+
+    Raises:
+        StoreError: Dask is not installed, or its cluster does not answer.
+    """
+    if dask is not None:
+        yield from _on_dask(folders, job, dask)
+    elif jobs > 1 and len(folders) > 1:
+        yield from _on_processes(folders, job, jobs)
+    else:
+        for path, folder in folders.items():
+            yield partition_file(path, str(folder), job)
+
+
+def memory_note(path: str) -> str | None:
+    """One line on the memory that a large file will take, before it is read; None for small ones."""
+    file = Path(path)
+    size = file.stat().st_size if file.is_file() else 0
+    if size < LARGE:
+        return None
+    with file.open("rb") as opened:
+        head = opened.read(4096)
+    factor = 13 if b"compressor" in head else 2.2 if b"ascii" in head else 4.8
+    note = f"{path}: {size / 1e9:.1f} GB, will take about {factor * size / 1e9:.1f} GB of memory"
+    free = _free_memory()
+    if free and factor * size > free:
+        note += f"; only {free / 1e9:.1f} GB are free"
+    return note
+
+
+def _partition_file(path: str, folder: Path, job: Job, said: list[str]) -> dict[str, Any]:
+    from meshshard import io, paraview, store
+    from meshshard.partitions import entity_of, partition
+
+    if job.if_changed and _unchanged(folder, path, job):
+        return {"status": "unchanged"}
+    if folder.exists() and not (job.force or job.if_changed or job.dry_run):
+        raise StoreError(f"{folder} is there already; --force replaces it, --if-changed checks it")
+    mesh = _with_job(io.read(path, time=job.time), job)
+    entity = entity_of(mesh, job.on)
+    said.append(f"{path}: {_described(mesh)}; on {entity} ({_reason(mesh, job.on)})")
+    made = partition(
+        mesh,
+        job.targets or job.parts,
+        on=entity,
+        method=_method(job),
+        weights=job.weight,
+        halo=job.halo,
+        graph=_graph(mesh, entity, job),
+    )
+    if job.order != "file":
+        made = made.reordered(job.order)
+    status = "tried" if job.dry_run else "written"
+    if not job.dry_run:
+        store.save(
+            made, folder, source=path, request=job.request(), command=job.command, force=True
+        )
+        if job.vtk or job.ghosts:
+            pieces = folder.with_suffix(".vtk")
+            whole = paraview.export(store.load(folder), pieces, ghosts=job.ghosts)
+            said.append(f"{path}: for ParaView: {whole}")
+    return {"status": status, "quality": made.quality.as_dict(), "table": str(made.quality)}
+
+
+def _with_job(mesh: Mesh, job: Job) -> Mesh:
+    """The mesh with the fields and the weld that the job wants."""
+    from meshshard.facets import facets, match
+    from meshshard.inspection import open_points, weld
+
+    if job.fields is not None:
+        known = {*mesh.cell_fields, *mesh.point_fields}
+        unknown = [f for f in job.fields if f not in known]
+        if unknown:
+            raise PartitionError(
+                f"no field {unknown[0]!r}; there are: {', '.join(sorted(known)) or 'none'}"
+            )
+        mesh = replace(
+            mesh,
+            cell_fields={f: a for f, a in mesh.cell_fields.items() if f in job.fields},
+            point_fields={f: a for f, a in mesh.point_fields.items() if f in job.fields},
+        )
+    if job.weld is None or not mesh.n_cells:
+        return mesh
+    if job.weld < 0:
+        return replace(mesh, weld=np.arange(mesh.n_points))
+    merged = weld(mesh, job.weld, open_points(mesh, match(facets(mesh), mesh.n_points)))
+    if merged.weld is not None:
+        count = int((merged.weld != np.arange(mesh.n_points)).sum())
+        warnings.warn(
+            f"{mesh.name}: {count} points on open edges merged within {job.weld:g}",
+            MeshWarning,
+            stacklevel=2,
+        )
+    return merged
+
+
+def _method(job: Job) -> Any:
+    from meshshard.partitioners import RCB, Given, Metis, Morton, Random
+
+    if job.method == "metis":
+        if job.objective not in ("volume", "cut"):
+            raise PartitionError(f"objective {job.objective!r} is unknown: volume or cut")
+        return Metis("cut" if job.objective == "cut" else "volume", job.imbalance, job.seed,
+                     contiguous=job.contiguous)  # fmt: skip
+    simple = {"morton": Morton(), "rcb": RCB(), "random": Random(job.seed)}
+    if job.method in simple:
+        return simple[job.method]
+    if Path(job.method).is_file():
+        return Given(job.method)
+    raise PartitionError(
+        f"method {job.method!r} is unknown: metis, morton, rcb, random, or a file of labels"
+    )
+
+
+def _graph(mesh: Mesh, entity: str, job: Job) -> Graph | None:
+    """The graph of nearest neighbours, where it is asked for; 0 of them leaves no edges."""
+    return None if job.knn is None else knn_graph(mesh.positions(entity), job.knn)
+
+
+def _unchanged(folder: Path, path: str, job: Job) -> bool:
+    """Whether a folder holds the same source, cut by the same request."""
+    from meshshard import store
+
+    try:
+        manifest = store.load(folder).manifest
+    except StoreError:
+        return False
+    source = manifest.get("source") or {}
+    same = store.plain(job.request()) == manifest.get("request")
+    return bool(
+        same
+        and source.get("bytes") == Path(path).stat().st_size
+        and source.get("sha256") == store.sha256(path)
+    )
+
+
+def _on_processes(folders: dict[str, Path], job: Job, jobs: int) -> Iterator[dict[str, Any]]:
+    """A process for each file at a time: one that dies takes its own file with it, no other."""
+    from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import get_context
+
+    def start(path: str) -> Future[dict[str, Any]]:
+        pool = ProcessPoolExecutor(1, get_context("spawn"))
+        future = pool.submit(partition_file, path, str(folders[path]), job)
+        pool.shutdown(wait=False)
+        return future
+
+    todo = list(folders)
+    running: dict[Future[dict[str, Any]], str] = {}
+    while todo or running:
+        while todo and len(running) < jobs:
+            path = todo.pop(0)
+            running[start(path)] = path
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            path = running.pop(future)
+            try:
+                yield future.result()
+            except BrokenProcessPool:
+                yield _lost(path, folders[path], "its process died (out of memory?)")
+
+
+def _on_dask(folders: dict[str, Path], job: Job, address: str) -> Iterator[dict[str, Any]]:
+    try:
+        from distributed import Client, as_completed
+    except ImportError:
+        raise StoreError("--dask needs Dask: pip install 'meshshard[dask]'") from None
+    try:
+        client = Client(address, timeout=10)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"no Dask scheduler answers at {address} ({error})") from None
+    with client:
+        futures = {
+            client.submit(partition_file, str(Path(path).absolute()), str(folder.absolute()), job,
+                          pure=False): path
+            for path, folder in folders.items()
+        }  # fmt: skip
+        for future in as_completed(futures):
+            path = futures[future]
+            if future.status == "finished":
+                yield future.result() | {"input": path}
+            else:
+                yield _lost(path, folders[path], f"its Dask worker failed: {future.exception()}")
+
+
+def _lost(path: str, folder: Path, why: str) -> dict[str, Any]:
+    empty = {"warnings": [], "said": [], "seconds": 0.0}
+    return {
+        "input": path,
+        "folder": str(folder),
+        "status": "failed",
+        "error": f"{path}: {why}",
+    } | empty
+
+
+def _described(mesh: Mesh) -> str:
+    cells = f"{mesh.n_cells:,} cells, " if mesh.n_cells else ""
+    return f"{mesh.kind}, {cells}{mesh.n_points:,} points"
+
+
+def _reason(mesh: Mesh, on: str) -> str:
+    if on != "auto":
+        return "as asked"
+    if not mesh.n_cells:
+        return "it has no cells"
+    if mesh.cell_fields and mesh.point_fields:
+        return "cells and points have fields"
+    if mesh.cell_fields:
+        return "cells have fields"
+    return "only points have fields" if mesh.point_fields else "there are no fields"
+
+
+def _one_line(path: str, error: BaseException) -> str:
+    """The message, with the name of the file where it lacks it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, MemoryError):
+        text = f"not enough memory ({text}); use --fields, or a machine with more"
+    return text if Path(path).name in text else f"{path}: {text}"
+
+
+def _unique(lines: Iterator[str]) -> list[str]:
+    return list(dict.fromkeys(lines))
+
+
+def _free_memory() -> int:
+    """Bytes that can be had without swapping; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable")]
+    return int(found[0]) * 1024 if found else 0
