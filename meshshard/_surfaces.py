@@ -20,7 +20,9 @@ __all__ = ["merge_points", "read_obj", "read_ply", "read_stl"]
 Array = npt.NDArray[Any]
 
 FACET = np.dtype([("normal", "<f4", 3), ("corners", "<f4", (3, 3)), ("attribute", "<u2")])
-_STL_WORDS = re.compile(rb"^[ \t]*(solid|facet|vertex|endfacet|endsolid)\b[ \t]*(.*?)\s*$", re.MULTILINE)
+_STL_WORDS = re.compile(
+    rb"^[ \t]*(solid|facet|vertex|endfacet|endsolid)\b[ \t]*(.*?)\s*$", re.MULTILINE
+)
 
 
 def merge_points(points: Array) -> tuple[Array, Array]:

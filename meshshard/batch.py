@@ -1,4 +1,4 @@
-"""Batch: from files to folders of shards, one after the other, on all cores, or on a Dask cluster."""
+"""Batch: from files to folders of shards, one by one, on all cores, or on a Dask cluster."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def partition_files(
 
 
 def memory_note(path: str) -> str | None:
-    """One line on the memory that a large file will take, before it is read; None for small ones."""
+    """One line on the memory that a large file will take; None for small ones."""
     file = Path(path)
     size = file.stat().st_size if file.is_file() else 0
     if size < LARGE:
@@ -183,7 +183,7 @@ def _partition_file(path: str, folder: Path, job: Job, said: list[str]) -> dict[
             made, folder, source=path, request=job.request(), command=job.command, force=True
         )
         if job.vtk or job.ghosts:
-            pieces = folder.with_suffix(".vtk")
+            pieces = folder.with_suffix(".paraview")
             whole = paraview.export(store.load(folder), pieces, ghosts=job.ghosts)
             said.append(f"{path}: for ParaView: {whole}")
     return {"status": status, "quality": made.quality.as_dict(), "table": str(made.quality)}
@@ -267,18 +267,14 @@ def _on_processes(folders: dict[str, Path], job: Job, jobs: int) -> Iterator[dic
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
-    def start(path: str) -> Future[dict[str, Any]]:
-        pool = ProcessPoolExecutor(1, get_context("spawn"))
-        future = pool.submit(partition_file, path, str(folders[path]), job)
-        pool.shutdown(wait=False)
-        return future
-
     todo = list(folders)
     running: dict[Future[dict[str, Any]], str] = {}
     while todo or running:
         while todo and len(running) < jobs:
             path = todo.pop(0)
-            running[start(path)] = path
+            pool = ProcessPoolExecutor(1, get_context("spawn"))
+            running[pool.submit(partition_file, path, str(folders[path]), job)] = path
+            pool.shutdown(wait=False)
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             path = running.pop(future)
             try:
@@ -293,7 +289,7 @@ def _on_dask(folders: dict[str, Path], job: Job, address: str) -> Iterator[dict[
     except ImportError:
         raise StoreError("--dask needs Dask: pip install 'meshshard[dask]'") from None
     try:
-        client = Client(address, timeout=10)
+        client = Client(address, timeout=10)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
         raise StoreError(f"no Dask scheduler answers at {address} ({error})") from None
     with client:
@@ -302,7 +298,7 @@ def _on_dask(folders: dict[str, Path], job: Job, address: str) -> Iterator[dict[
                           pure=False): path
             for path, folder in folders.items()
         }  # fmt: skip
-        for future in as_completed(futures):
+        for future in as_completed(futures):  # type: ignore[no-untyped-call]
             path = futures[future]
             if future.status == "finished":
                 yield future.result() | {"input": path}

@@ -338,7 +338,7 @@ def _expand(pattern: str) -> list[str]:
     """Files that a pattern names; the pattern itself where it names a file."""
     if Path(pattern).exists() or not glob.has_magic(pattern):
         return [pattern]
-    found = sorted(glob.glob(pattern, recursive=True))
+    found = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 - absolute ones too
     if not found:
         raise MeshshardError(f"{pattern}: no file matches")
     return found

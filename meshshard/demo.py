@@ -36,7 +36,7 @@ def run(out: Path, parts: int) -> Iterator[str]:
         yield str(made.quality)
         folder = store.save(made, out / "boundary_1.shards", source=source, force=True)
     opened = store.load(folder).check()
-    whole = paraview.export(opened, out / "boundary_1.vtk")
+    whole = paraview.export(opened, out / "boundary_1.paraview")
     back = opened.gather()
     same = all(np.array_equal(back.cell_fields[f], a) for f, a in mesh.cell_fields.items())
     assert same, "gathered fields differ from the file's"

@@ -15,7 +15,7 @@ from meshshard.mesh import Array, Mesh
 if TYPE_CHECKING:
     from scipy.spatial import cKDTree
 
-__all__ = ["Graph", "cell_graph", "knn_graph", "point_graph", "radius_graph"]
+__all__ = ["Graph", "cell_graph", "cuthill_mckee", "knn_graph", "point_graph", "radius_graph"]
 
 QUERY = 1 << 16  # points asked for at once: bounds the memory of neighbour tables
 
@@ -62,6 +62,23 @@ class Graph:
             return self
         indptr, indices = _rows_of_pairs(self.destinations(), self.indices, self.n_nodes)
         return replace(self, indptr=indptr, indices=indices, symmetric=True)
+
+    def permuted(self, origin: Array) -> Graph:
+        """The graph with row i taken from row origin[i]; rows keep the order of their edges."""
+        from scipy.sparse import csr_array
+
+        n = self.n_nodes
+        place = np.empty(n, self.indices.dtype)
+        place[origin] = np.arange(n, dtype=place.dtype)
+        nothing = np.broadcast_to(np.int8(1), self.n_edges)
+        rows = csr_array((nothing, self.indices, self.indptr), shape=(n, n))[origin]
+        return Graph(
+            rows.indptr.astype(np.int64, copy=False),
+            place[rows.indices],
+            self.symmetric,
+            None if self.weights is None else self.weights[origin],
+            None if self.positions is None else self.positions[origin],
+        )
 
     def check(self) -> Graph:
         """The graph itself, once its rows and ids are proved to be in range.
@@ -169,6 +186,20 @@ def radius_graph(points: Array, radius: float, max_neighbours: int | None = None
     indptr = np.concatenate([[0], np.cumsum(degree)])
     indices = np.concatenate(kept).astype(np.int32 if n < 2**31 else np.int64)
     return Graph(indptr, indices, symmetric=max_neighbours is None)
+
+
+def cuthill_mckee(graph: Graph) -> Array:
+    """(n,) place of every node in the reverse Cuthill-McKee order: neighbours lie close."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import reverse_cuthill_mckee
+
+    whole = graph.symmetrised()
+    n = whole.n_nodes
+    ones = np.ones(whole.n_edges, np.int8)
+    matrix = csr_array((ones, whole.indices, whole.indptr), shape=(n, n))
+    place = np.empty(n, np.int64)
+    place[reverse_cuthill_mckee(matrix, symmetric_mode=True)] = np.arange(n)
+    return place
 
 
 def rank_in_row(rows: Array) -> Array:

@@ -52,53 +52,48 @@ def export(folder: Folder, directory: str | Path, *, ghosts: bool = False) -> Pa
 
 
 def _pieces(folder: Folder, ghosts: bool) -> Iterator[Mesh]:
-    """Every shard as a mesh, with its ids."""
-    if not ghosts:
-        for shard in range(folder.k):
-            piece = folder.piece(shard)
-            yield _with_ids(piece, np.full(len(piece.cells), shard), shard)
-        return
-    whole, labels = folder.gather(), folder.labels()
-    first = np.concatenate([[0], np.cumsum(folder.sizes)])
+    """Every shard as a mesh, with its ids and, where asked, its halo."""
+    labels = folder.labels()
+    pieces = _with_halo(folder, labels) if ghosts else map(folder.piece, range(folder.k))
+    for shard, piece in enumerate(pieces):
+        cells, points = np.full(len(piece.cells), shard), np.full(len(piece.points), shard)
+        if folder.entity == "cells":
+            cells = labels[piece.cells]
+        else:
+            points = labels[piece.points]
+        mesh = piece.mesh
+        point = _ids(points, piece.points, mesh.point_fields)
+        cell = _ids(cells, piece.cells, mesh.cell_fields) if folder.manifest["n_cells"] else {}
+        yield mesh.with_fields(cell=cell, point=point)
+
+
+def _with_halo(folder: Folder, labels: Array) -> Iterator[Piece]:
+    """Every shard with its halo rows behind its own; what others own is flagged."""
+    whole = folder.gather()
     row = np.concatenate([folder.origin(p) for p in range(folder.k)])
     for shard in range(folder.k):
-        own = folder.piece(shard)
-        halo = row[folder.plan(shard).halo]
-        mine = row[first[shard] : first[shard + 1]]
-        if folder.entity == "cells":
+        own, halo = folder.piece(shard), row[folder.plan(shard).halo]
+        if folder.entity == "points":
+            piece = extract(whole, own.cells, np.concatenate([folder.origin(shard), halo]))
+            cell_ghost, point_ghost = np.zeros(len(own.cells), bool), labels[piece.points] != shard
+        else:
             piece = extract(whole, np.concatenate([own.cells, halo]))
             seen = np.zeros(whole.n_points, bool)
             seen[own.points] = True
-            cell_ghost = np.arange(len(piece.cells)) >= len(own.cells)
-            point_ghost = ~seen[piece.points]
-            owner = labels[piece.cells]
-        else:
-            piece = extract(whole, own.cells, np.concatenate([mine, halo]))
-            cell_ghost = np.zeros(len(piece.cells), bool)
-            point_ghost = labels[piece.points] != shard
-            owner = np.full(len(piece.cells), shard)
-        yield _with_ids(piece, owner, shard).with_fields(
-            cell=_flags(cell_ghost, whole.n_cells > 0), point=_flags(point_ghost, True)
-        )
+            cell_ghost, point_ghost = labels[piece.cells] != shard, ~seen[piece.points]
+        flags = {"cell": _flags(cell_ghost)} if whole.n_cells else {}
+        yield piece._replace(mesh=piece.mesh.with_fields(point=_flags(point_ghost), **flags))
 
 
-def _flags(ghost: Array, wanted: bool) -> dict[str, Array]:
-    return {"vtkGhostType": ghost.astype(np.uint8) * DUPLICATE} if wanted else {}
+def _flags(ghost: Array) -> dict[str, Array]:
+    return {"vtkGhostType": np.where(ghost, DUPLICATE, 0).astype(np.uint8)}
 
 
-def _with_ids(piece: Piece, owner: Array, shard: int) -> Mesh:
-    """The piece with its ids as fields; a cloud has none on cells."""
-    mesh = piece.mesh
-    point = {
-        _free("shard_id", mesh.point_fields): np.full(mesh.n_points, shard, np.int32),
-        _free("global_id", mesh.point_fields): piece.points.astype(np.int64),
+def _ids(shards: Array, rows: Array, taken: Mapping[str, Array]) -> dict[str, Array]:
+    return {
+        _free("shard_id", taken): shards.astype(np.int32),
+        _free("global_id", taken): rows.astype(np.int64),
     }
-    cell = {
-        _free("shard_id", mesh.cell_fields): owner.astype(np.int32),
-        _free("global_id", mesh.cell_fields): piece.cells.astype(np.int64),
-    }
-    cloud = mesh.name and not mesh.n_cells and not mesh.cell_fields and not len(owner)
-    return mesh.with_fields(cell={} if cloud else cell, point=point)
 
 
 def _free(name: str, taken: Mapping[str, Array]) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from meshshard.errors import MeshWarning, PartitionError
-from meshshard.graph import Graph, cell_graph, knn_graph, point_graph
+from meshshard.graph import Graph, cell_graph, cuthill_mckee, knn_graph, point_graph
 from meshshard.inspection import glue
 from meshshard.mesh import Array, Mesh
 from meshshard.partitioners import Given, Metis, Partitioner, label
@@ -130,7 +130,7 @@ class Partition:
         targets = None if self.targets is None else np.add.reduceat(self.targets, cuts[:-1])
         return _planned(replace(self, sizes=sizes, targets=targets))
 
-    def reordered(self, order: Literal["morton", "rcm", "file"]) -> Partition:
+    def reordered(self, order: str) -> Partition:
         """The same shards with their rows in another order, for locality in memory.
 
         "morton" along a Z-curve, "rcm" by reverse Cuthill-McKee, "file" as in the mesh.
@@ -143,14 +143,14 @@ class Partition:
             first[morton_order(self._positions)] = np.arange(n)
             rank = first[self.origin]
         elif order == "rcm":
-            rank = _cuthill_mckee(self.graph)
+            rank = cuthill_mckee(self.graph)
         elif order == "file":
             rank = self.origin
         else:
             raise PartitionError(f"order {order!r} is unknown: file, morton or rcm")
         shard = np.repeat(np.arange(self.k), self.sizes)
         by = np.lexsort((rank, shard))
-        return _planned(replace(self, graph=_permuted(self.graph, by), origin=self.origin[by]))
+        return _planned(replace(self, graph=self.graph.permuted(by), origin=self.origin[by]))
 
     def check(self) -> Partition:
         """The partition itself, once its plan is proved: shapes tile, sent is received.
@@ -263,7 +263,7 @@ def partition(
     origin = np.argsort(labels.astype(np.uint16 if k < 2**16 else np.int64), kind="stable")
     sizes = np.bincount(labels, minlength=k)
     made = Partition(
-        _permuted(graph, origin),
+        graph.permuted(origin),
         sizes,
         origin,
         Halo(np.zeros(k + 1, np.int64), origin[:0], origin[:0].astype(np.uint8), halo),
@@ -379,35 +379,3 @@ def _field(mesh: Mesh, entity: str, name: str) -> Array:
 def _planned(made: Partition) -> Partition:
     """The same partition with its halo."""
     return replace(made, halo=halo_of(made.graph, made.sizes, made.halo.depth))
-
-
-def _permuted(graph: Graph, origin: Array) -> Graph:
-    """The graph with row i taken from row origin[i]; rows keep the order of their edges."""
-    from scipy.sparse import csr_array
-
-    n = graph.n_nodes
-    place = np.empty(n, graph.indices.dtype)
-    place[origin] = np.arange(n, dtype=place.dtype)
-    rows = csr_array(
-        (np.broadcast_to(np.int8(1), graph.n_edges), graph.indices, graph.indptr), shape=(n, n)
-    )[origin]
-    return Graph(
-        rows.indptr.astype(np.int64, copy=False),
-        place[rows.indices],
-        graph.symmetric,
-        None if graph.weights is None else graph.weights[origin],
-        None if graph.positions is None else graph.positions[origin],
-    )
-
-
-def _cuthill_mckee(graph: Graph) -> Array:
-    """(n,) place of every node in the reverse Cuthill-McKee order."""
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import reverse_cuthill_mckee
-
-    whole = graph.symmetrised()
-    n = whole.n_nodes
-    matrix = csr_array((np.ones(whole.n_edges, np.int8), whole.indices, whole.indptr), shape=(n, n))
-    rank = np.empty(n, np.int64)
-    rank[reverse_cuthill_mckee(matrix, symmetric_mode=True)] = np.arange(n)
-    return rank

@@ -129,12 +129,13 @@ def _folder_lines(about: Mapping[str, Any]) -> list[str]:
 
     source, method = about["source"] or {}, about["method"]
     options = ", ".join(f"{k}={v}" for k, v in method.items() if k != "name" and v is not None)
+    fields = ", ".join(f"{f['name']} ({f['on']})" for f in about["fields"])
     out = [
         f"{about['path']}: {about['kind']} {about['name']}, {about['n_cells']:,} cells, "
         f"{about['n_points']:,} points",
         f"  source   {source.get('path', 'none')}",
         f"  method   {method['name']}({options}), halo depth {about['halo_depth']}",
-        f"  fields   {', '.join(f['name'] + ' (' + f['on'] + ')' for f in about['fields']) or 'none'}",
+        f"  fields   {fields or 'none'}",
     ]
     if about["results"]:
         out.append(f"  results  {', '.join(about['results'])}")
