@@ -110,9 +110,8 @@ def partition_file(path: str, folder: str, job: Job) -> dict[str, Any]:
             outcome |= _partition_file(path, Path(folder), job, outcome["said"])
         except (MeshshardError, OSError, MemoryError) as error:
             outcome |= {"status": "failed", "error": _one_line(path, error)}
-    outcome["warnings"] = _unique(
-        str(w.message) for w in caught if issubclass(w.category, MeshWarning)
-    )
+    said = (_named(path, str(w.message)) for w in caught if issubclass(w.category, MeshWarning))
+    outcome["warnings"] = list(dict.fromkeys(said))
     return outcome | {"seconds": round(time.perf_counter() - began, 3)}
 
 
@@ -334,15 +333,16 @@ def _reason(mesh: Mesh, on: str) -> str:
 
 
 def _one_line(path: str, error: BaseException) -> str:
-    """The message, with the name of the file where it lacks it."""
+    """What went wrong with a file, as one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MemoryError):
         text = f"not enough memory ({text}); use --fields, or a machine with more"
+    return _named(path, text)
+
+
+def _named(path: str, text: str) -> str:
+    """A message, with the name of the file where it lacks it."""
     return text if Path(path).name in text else f"{path}: {text}"
-
-
-def _unique(lines: Iterator[str]) -> list[str]:
-    return list(dict.fromkeys(lines))
 
 
 def _free_memory() -> int:
