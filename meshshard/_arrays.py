@@ -24,6 +24,10 @@ Array = npt.NDArray[Any]
 NAMES = ("points", "pos", "coords", "xyz", "coordinates", "positions", "vertices")
 AXES = (("x", "y", "z"), ("points:0", "points:1", "points:2"), ("points_0", "points_1", "points_2"))
 
+_NPZ_FAULTS = (
+    ValueError, EOFError, KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error
+)  # fmt: skip
+
 
 def from_arrays(
     points: Any,
@@ -128,7 +132,7 @@ def read_npz(path: Path) -> list[Dataset]:
             if isinstance(file, np.ndarray):
                 return [cloud({"points": file}, path)]
             return [cloud({name: file[name] for name in file.files}, path)]
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    except _NPZ_FAULTS as error:
         raise ReadError(f"{path}: damaged or not plain arrays: {_first_line(error)}") from None
 
 

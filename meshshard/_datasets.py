@@ -263,7 +263,7 @@ def _cloud(leaf: Dataset, name: str) -> Dataset:
                 points[key if key not in points else f"{key} (cells)"] = values
         else:
             warn(
-                f"{name}: fields of vertex cells left out, they are not one a point in order: "
+                f"{name}: vertex cells are not one a point in order; their fields are left out: "
                 + ", ".join(leaf.cell_fields)
             )
     return Dataset(leaf.points, point_fields=points, block=leaf.block)

@@ -30,9 +30,9 @@ SUFFIXES: dict[str, str] = {
     "csv": "csv",
     "pt": "pt",
     "pth": "pt",
-    "msh": "msh",
+    "msh": "fluent",
     "su2": "meshio",
-    "inp": "meshio",
+    "inp": "vtk",
     "cgns": "vtk",
     "case": "vtk",
     "encas": "vtk",
@@ -47,10 +47,18 @@ MAGIC = (
     (b"ply\n", "ply"),
     (b"ply\r\n", "ply"),
     (b"\x93NUMPY", "npy"),
-    (b"$MeshFormat", "msh"),
 )
 MARKERS = ("foam", "openfoam")  # names of empty files that stand for a case
-BY_NAME = ("stl", "obj", "csv", "pt", "npz", "msh", "meshio", "vtk")  # no magic bytes of their own
+BY_NAME = (
+    "stl",
+    "obj",
+    "csv",
+    "pt",
+    "npz",
+    "meshio",
+    "fluent",
+    "vtk",
+)  # no magic bytes of their own
 
 
 def recognise(path: Path) -> str:
@@ -96,6 +104,8 @@ def _kind(path: Path, suffix: str, head: bytes) -> str:
         if head.startswith(magic):
             # Fluent and CGNS files may be HDF5 inside: there the name decides
             return SUFFIXES[suffix] if kind == "vtkhdf" and suffix in ("cas", "cgns") else kind
+    if (suffix, text[:1]) in (("msh", b"$"), ("inp", b"*")):
+        return "meshio"  # Gmsh and Abaqus; otherwise Fluent and AVS
     kind = SUFFIXES.get(suffix, "")
     if kind in BY_NAME:
         return kind

@@ -120,7 +120,7 @@ class _Legacy:
             width = self._count(words, 3) if len(words) > 3 else 1
             if self.file.peek()[:1] == ["LOOKUP_TABLE"]:
                 self.file.line()
-            self._store(words[1], self._word(words, 2), n, width)
+            self._store(self._word(words, 1), self._word(words, 2), n, width)
         elif key in WIDTHS:
             self._store(self._word(words, 1), self._word(words, 2), n, WIDTHS[key])
         elif key == "TEXTURE_COORDINATES":

@@ -112,7 +112,7 @@ class XmlFile:
         if kind not in DTYPES:
             raise ReadError(f"{self.path}: array '{label}' has the unknown type '{kind}'")
         try:
-            out = self._decode(element, np.dtype(self._order + DTYPES[kind]), count)
+            out: Array = self._decode(element, np.dtype(self._order + DTYPES[kind]), count)
         except (ValueError, zlib.error, lzma.LZMAError, binascii.Error, EOFError) as error:
             raise ReadError(f"{self.path}: array '{label}' is damaged: {error}") from None
         if count is not None and len(out) != count:

@@ -1,8 +1,8 @@
 """Files and pyvista objects to meshes, and back.
 
 The only file that imports VTK, pyvista or meshio, and only where a format needs them: VTK's XML and
-legacy files, STL, PLY, OBJ and point clouds are read with numpy alone. What C++ or meshio must read
-(VTKHDF, EnSight, OpenFOAM, Fluent, Gmsh, SU2, Abaqus, CGNS) is read in a child process.
+legacy files, STL, PLY, OBJ and point clouds are read with numpy alone; VTKHDF, EnSight, OpenFOAM,
+Fluent, Gmsh, SU2, Abaqus and CGNS in a child process.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def _unpacked_leaves(path: Path, time: float | None) -> list[Dataset]:
 def _inflate_lz4(block: bytes, size: int) -> bytes:
     from vtkmodules.vtkIOCore import vtkLZ4DataCompressor
 
-    out = vtkLZ4DataCompressor().Uncompress(block, len(block), size)
+    compressor = vtkLZ4DataCompressor()
+    compressor.AddObserver("ErrorEvent", lambda *_: None)  # a wrong size says it; VTK would print
+    out = compressor.Uncompress(block, len(block), size)
     return b"" if out is None else _numpy(out).tobytes()
 
 
@@ -171,7 +173,9 @@ def _leaf(item: Any, name: str) -> Dataset:
     if item.IsA("vtkUnstructuredGrid"):
         return replace(leaf, **_grid_cells(item))
     if hasattr(item, "GetDimensions"):
-        connectivity, offsets, types = structured_cells(list(item.GetDimensions()))
+        shape = [0, 0, 0]
+        item.GetDimensions(shape)
+        connectivity, offsets, types = structured_cells(shape)
         return replace(leaf, connectivity=connectivity, offsets=offsets, types=types)
     if item.GetNumberOfCells():
         raise ReadError(f"{name}: a {item.GetClassName()} cannot be partitioned")
@@ -253,7 +257,7 @@ def _grid_cells(item: Any) -> dict[str, Any]:
 def to_vtk(mesh: Mesh) -> Any:
     """A VTK data set that shares the mesh's arrays: vtkPolyData, or vtkUnstructuredGrid for solids.
 
-    A cloud gets one vertex cell a point, unless it has none of its own to be seen by.
+    A cloud gets one vertex cell a point, so that it can be seen.
     """
     from vtkmodules.vtkCommonCore import vtkPoints
     from vtkmodules.vtkCommonDataModel import vtkPolyData, vtkUnstructuredGrid
@@ -338,7 +342,7 @@ def _foreign(path: Path, time: float | None) -> Iterator[Dataset]:
     window = vtkStringOutputWindow()
     vtkOutputWindow.SetInstance(window)
     try:
-        item = _meshio(path) if _is_meshio(path) else _pyvista(path, time)
+        item = _meshio(path) if recognise(path) == "meshio" else _pyvista(path, time)
     except MeshshardError:
         raise
     except (Exception, SystemExit) as error:  # whatever a foreign reader met; meshio exits
@@ -348,14 +352,6 @@ def _foreign(path: Path, time: float | None) -> Iterator[Dataset]:
     if errors:
         raise ReadError(f"{path}: VTK cannot read it: {errors[0].strip()[:200]}")
     yield from _walk(item, str(path), ())
-
-
-def _is_meshio(path: Path) -> bool:
-    """Gmsh, SU2 and Abaqus files; a .msh may be Fluent's, an .inp AVS's."""
-    suffix = path.suffix.lower()
-    with path.open("rb") as file:
-        head = file.read(64).lstrip()
-    return suffix == ".su2" or head.startswith(b"$") or (suffix == ".inp" and head[:1] == b"*")
 
 
 def _meshio(path: Path) -> Any:
@@ -373,7 +369,7 @@ def _meshio(path: Path) -> Any:
 def _pyvista(path: Path, time: float | None) -> Any:
     import pyvista
 
-    fluent = path.suffix.lower() == ".msh"
+    fluent = recognise(path) == "fluent"
     get_reader: Any = pyvista.FluentReader if fluent else pyvista.get_reader
     reader = get_reader(path)
     times = list(getattr(reader, "time_values", None) or [])
