@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from meshshard import io, paraview, store
-from meshshard.mesh import Mesh
+from meshshard.mesh import Array, Mesh
 from meshshard.partitions import partition
 
-__all__ = ["drag", "run"]
+__all__ = ["force_coefficients", "run"]
 
-SPEED, AREA = 38.889, 0.112032  # m/s and m2 of the run that comes along
+SPEED, AREA = 38.889, 0.112032  # m/s and m2 of every Ahmed run; the constant area of AhmedML
 
 
 def run(out: Path, parts: int) -> Iterator[str]:
@@ -40,7 +40,7 @@ def run(out: Path, parts: int) -> Iterator[str]:
     back = opened.gather()
     same = all(np.array_equal(back.cell_fields[f], a) for f, a in mesh.cell_fields.items())
     assert same, "gathered fields differ from the file's"
-    total = sum(drag(opened.piece(p).mesh) for p in range(opened.k))
+    total = sum(force_coefficients(opened.piece(p).mesh)[0] for p in range(opened.k))
     yield ""
     yield f"Drag summed over {opened.k} shards: Cd {total:.5f}; the solver's own: {reference:.5f}."
     yield "Gathered in the order of the file, every field is the same bit for bit."
@@ -53,17 +53,17 @@ def run(out: Path, parts: int) -> Iterator[str]:
     yield f"  meshshard view {folder} --png cut.png"
 
 
-def drag(mesh: Mesh) -> float:
-    """Drag coefficient of the cells of a surface, by OpenFOAM's conventions.
+def force_coefficients(mesh: Mesh) -> Array:
+    """Drag and lift coefficient (2,) of the cells of an Ahmed surface, by OpenFOAM's conventions.
 
     Kinematic pressure and wall shear stress in m2/s2; stored normals point into the body and the
-    stress is that of the wall on the fluid, so F = sum(p A - tau abs(A)).
+    stress is that of the wall on the fluid, so F = sum(p A - tau abs(A)), rho = 1.
     """
     area = mesh.area_vectors()
     pressure = mesh.cell_fields["pMeanTrim"].astype(np.float64)
     shear = mesh.cell_fields["wallShearStressMeanTrim"].astype(np.float64)
     force = pressure[:, None] * area - shear * np.linalg.norm(area, axis=1, keepdims=True)
-    return float(force[:, 0].sum() / (0.5 * SPEED**2 * AREA))
+    return np.asarray(force.sum(axis=0)[[0, 2]] / (0.5 * SPEED**2 * AREA))
 
 
 def _drag_of_the_solver(path: Path) -> float:

@@ -259,6 +259,9 @@ def partition(
         graph = replace(graph, weights=_weights(source, entity, weights, graph.n_nodes))
     if getattr(cutter, "geometric", True) and graph.positions is None and source is not None:
         graph = replace(graph, positions=source.positions(entity))
+    if not graph.n_nodes:
+        name = "graph" if source is None else source.name
+        raise PartitionError(f"{name}: there is nothing to cut, it has no {entity}")
     labels = label(graph, k, cutter, targets)
     origin = np.argsort(labels.astype(np.uint16 if k < 2**16 else np.int64), kind="stable")
     sizes = np.bincount(labels, minlength=k)
@@ -272,6 +275,7 @@ def partition(
         targets,
         _record(cutter),
     )
+    _warn_if_uneven(labels, graph, k, targets)
     return _planned(made)
 
 
@@ -314,6 +318,23 @@ def _given(mesh: Mesh, entity: str, graph: Graph | None) -> Graph | None:
     if graph.n_nodes != n:
         raise PartitionError(f"{mesh.name}: the graph has {graph.n_nodes} nodes for {n} {entity}")
     return graph.check()
+
+
+def _warn_if_uneven(labels: Array, graph: Graph, k: int, targets: Array | None) -> None:
+    """Say so where single heavy entities make equal loads impossible."""
+    if graph.weights is None:
+        return
+    load = np.bincount(labels, graph.weights, k)
+    aim = load.sum() * (1 / k if targets is None else targets)
+    worst = float((load / aim).max())
+    if worst > UNEVEN:
+        row = int(graph.weights.argmax())
+        warnings.warn(
+            f"imbalance {worst:.2f}: the weights do not divide evenly; row {row} alone weighs "
+            f"{100 * graph.weights[row] / load.sum():.3g} % of all",
+            MeshWarning,
+            stacklevel=3,
+        )
 
 
 def _parts(parts: int | Sequence[float]) -> tuple[int, Array | None]:

@@ -168,13 +168,21 @@ class Folder:
             offsets=arrays["cells.offsets"],
             types=arrays["cells.types"],
             faces=faces,
-            point_fields=_with_prefix(arrays, "point:"),
-            cell_fields=_with_prefix(arrays, "cell:"),
+            point_fields=self._fields(arrays, "points", "point:"),
+            cell_fields=self._fields(arrays, "cells", "cell:"),
             cell_origin=arrays.get("cells.file_row"),
             blocks=tuple(self.manifest.get("blocks", ())),
             name=f"{self.manifest['name']} shard {shard}",
         )
         return Piece(mesh, arrays["cells.origin"], arrays["points.origin"])
+
+    def _fields(self, arrays: Mapping[str, Array], on: str, prefix: str) -> dict[str, Array]:
+        """Fields in the order of the file."""
+        names = [f["name"] for f in self.manifest["fields"] if f["on"] == on]
+        lost = [name for name in names if prefix + name not in arrays]
+        if lost:
+            raise StoreError(f"{self.path}: a shard lacks the field {lost[0]!r}; write it again")
+        return {name: arrays[prefix + name] for name in names}
 
     def origin(self, shard: int) -> Array:
         """(n_owned,) row in the mesh of every owned row."""
@@ -379,7 +387,3 @@ def _part_name(name: str, shard: int) -> str:
     if not name.replace("-", "").replace("_", "").isalnum():
         raise StoreError(f"{name!r} cannot name a file; letters, digits, - and _ can")
     return f"{name}_{shard:05d}.safetensors"
-
-
-def _with_prefix(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    return {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}

@@ -1,0 +1,201 @@
+"""Partition: one call from a mesh to shards, and what can be asked of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from strategies import grid_surface, grid_volume, surfaces, volumes
+
+from meshshard.errors import MeshWarning, PartitionError
+from meshshard.graph import Graph, cell_graph, knn_graph
+from meshshard.mesh import Mesh
+from meshshard.partitioners import Metis, Morton, Random
+from meshshard.partitions import entity_of, partition
+
+SHEET = grid_surface(20, 15)
+CLOUD = Mesh(np.random.default_rng(0).random((300, 3)), point_fields={"p": np.arange(300.0)})
+
+
+@pytest.mark.parametrize(
+    "mesh", [SHEET, grid_volume(6), grid_volume(4, 10), grid_volume(4, 42), CLOUD]
+)
+@pytest.mark.parametrize("k", [1, 2, 7, 64])
+def test_partitions_check(mesh, k):
+    made = partition(mesh, k).check()
+    assert made.k == k
+    assert np.array_equal(np.sort(made.origin), np.arange(len(made.origin)))
+    assert np.array_equal(np.bincount(made.labels, minlength=k), made.sizes)
+    assert made.quality.owned == made.sizes.tolist()
+
+
+@settings(max_examples=30)
+@given(surfaces())
+@pytest.mark.filterwarnings("ignore::meshshard.errors.MeshWarning")
+def test_any_surface_can_be_cut(mesh):
+    for on in ("cells", "points"):
+        partition(mesh, 3, on=on, method=Random()).check()
+
+
+@settings(max_examples=30)
+@given(volumes())
+@pytest.mark.filterwarnings("ignore::meshshard.errors.MeshWarning")
+def test_any_volume_can_be_cut(mesh):
+    for on in ("cells", "points"):
+        partition(mesh, 3, on=on, method=Random(), halo=2).check()
+
+
+def test_what_is_sharded_by_itself():
+    bare = replace(SHEET, cell_fields={}, point_fields={})
+    assert entity_of(SHEET) == "cells"
+    assert entity_of(replace(SHEET, cell_fields={})) == "points"
+    assert entity_of(bare) == "cells"
+    assert entity_of(CLOUD) == "points"
+    with pytest.raises(PartitionError, match="has no cells"):
+        entity_of(CLOUD, "cells")
+    with pytest.raises(PartitionError, match="on 'edges' is unknown"):
+        entity_of(SHEET, "edges")
+
+
+def test_relabelling_parts_and_permuting_cells_change_nothing_else():
+    """Law 3, for sizes, halos and volume."""
+    made = partition(SHEET, 6)
+    turn = np.random.default_rng(1).permutation(6)
+    relabelled = partition(SHEET, 6, method=turn[made.labels])
+    assert np.array_equal(relabelled.sizes[turn], made.sizes)
+    assert relabelled.quality.volume == made.quality.volume
+    order = np.random.default_rng(2).permutation(SHEET.n_cells)
+    cells = SHEET.connectivity.reshape(-1, 4)[order]
+    shuffled = replace(SHEET, connectivity=cells.ravel(), cell_fields={})
+    other = partition(shuffled, 6, on="cells", method=made.labels[order])
+    assert np.array_equal(other.sizes, made.sizes)
+    assert np.array_equal(np.diff(other.halo.offsets), np.diff(made.halo.offsets))
+
+
+def test_parts_as_shares():
+    sizes = partition(SHEET, [2, 1, 1]).sizes
+    assert np.allclose(sizes / 300, [0.5, 0.25, 0.25], atol=0.02)
+
+
+def test_weights_by_name_by_area_and_as_an_array():
+    by_field = partition(SHEET, 4, weights="p").quality
+    assert by_field.imbalance < 1.05
+    assert partition(SHEET, 4, weights="area").quality.imbalance < 1.02
+    assert partition(SHEET, 4, weights=np.ones(300)).quality.imbalance < 1.02
+    with pytest.raises(PartitionError, match="no field 'q' on cells; there are: p, tau"):
+        partition(SHEET, 4, weights="q")
+    with pytest.raises(PartitionError, match="weights of shape"):
+        partition(SHEET, 4, weights="tau")
+
+
+def test_loads_that_cannot_be_even_are_said():
+    heavy = np.ones(300)
+    heavy[3] = 1e6
+    with pytest.warns(MeshWarning, match="imbalance"):
+        partition(SHEET, 4, weights=heavy)
+
+
+def test_a_graph_of_neighbours_instead_of_the_mesh():
+    graph = knn_graph(SHEET.centres(), 6)
+    made = partition(SHEET, 5, graph=graph).check()
+    assert made.graph.n_edges == graph.n_edges
+    assert not made.graph.symmetric
+    with pytest.raises(PartitionError, match="the graph has 300 nodes for 336 points"):
+        partition(SHEET, 5, on="points", graph=graph)
+
+
+def test_a_bare_graph():
+    graph = cell_graph(SHEET)
+    made = partition(graph, 4).check()
+    assert made.entity == "nodes"
+    with pytest.raises(PartitionError, match="has no positions"):
+        made.edge_attributes(0)
+
+
+@pytest.mark.parametrize("order", ["morton", "rcm", "file"])
+def test_another_order_inside_a_shard(order):
+    made = partition(SHEET, 4)
+    other = made.reordered(order).check()
+    assert np.array_equal(other.labels, made.labels)
+    assert other.quality.volume == made.quality.volume
+    if order == "file":
+        assert np.array_equal(other.origin, made.origin)
+
+
+def test_edge_attributes_are_source_minus_destination():
+    made = partition(SHEET, 4)
+    centres = SHEET.centres()
+    for shard in range(4):
+        plan = made.plan(shard)
+        ids = np.concatenate([np.arange(*made.offsets[shard : shard + 2]), plan.halo])
+        to = np.repeat(np.arange(plan.n_local), np.diff(plan.indptr))
+        expected = centres[made.origin[ids[plan.indices]]] - centres[made.origin[ids[to]]]
+        relative, length = made.edge_attributes(shard)
+        assert np.array_equal(relative, expected)
+        assert np.allclose(length, 1.0)
+
+
+def test_merging_warns_where_ranks_are_uneven():
+    made = partition(SHEET, 5)
+    with pytest.warns(MeshWarning, match="5 shards on 2 ranks: the fullest holds 20 %"):
+        made.merge(2)
+    with pytest.raises(PartitionError, match="5 shards run on 1 to 5 ranks, not on 6"):
+        made.merge(6)
+
+
+def test_quality_counts_what_the_labels_say():
+    made = partition(SHEET, 6)
+    graph, labels = cell_graph(SHEET), made.labels
+    a, b = labels[graph.destinations()], labels[graph.indices]
+    quality = made.quality
+    assert quality.edge_cut == (a != b).sum() // 2
+    pairs = np.unique(np.stack([a, graph.indices])[:, a != b], axis=1)
+    assert quality.volume == pairs.shape[1]
+    assert quality.halo == np.bincount(pairs[0], minlength=6).tolist()
+    assert quality.bytes_per_exchange(128) == quality.volume * 512
+    assert quality.imbalance == made.sizes.max() * 6 / 300
+    assert quality.pieces == [1] * 6
+
+
+def test_pieces_are_counted():
+    stripes = (np.arange(300) // 15) % 2
+    assert partition(SHEET, 2, method=stripes).quality.pieces == [10, 10]
+
+
+def test_a_partition_shows_itself():
+    made = partition(SHEET, 3)
+    assert repr(made) == "Partition(mesh: 300 cells in 3 shards)"
+    assert "<table>" in made._repr_html_()
+    assert "imbalance" in str(made.quality)
+    assert len(str(partition(SHEET, 40).quality).splitlines()) == 1 + 13 + 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"parts": 0}, "parts 0"),
+        ({"parts": [1, -1]}, "positive share"),
+        ({"parts": 2, "halo": 0}, "at least one ring"),
+    ],
+)
+def test_requests_that_cannot_be_right(arguments, message):
+    with pytest.raises(PartitionError, match=message):
+        partition(SHEET, **arguments)
+
+
+def test_an_empty_cloud_cannot_be_cut():
+    with pytest.raises(PartitionError, match="nothing to cut"):
+        partition(Mesh(np.zeros((0, 3))), 2)
+
+
+def test_geometric_methods_need_no_neighbours():
+    none = Graph(np.zeros(301, np.int64), np.zeros(0, np.int32))
+    made = partition(CLOUD, 4, method=Morton(), graph=none).check()
+    assert made.quality.volume == 0
+
+
+def test_the_record_of_the_method():
+    assert partition(SHEET, 2, method=Metis("cut", seed=3)).method == {
+        "name": "Metis", "objective": "cut", "imbalance": 1.005, "seed": 3, "recursive": None,
+        "contiguous": False, "timeout": None,
+    }  # fmt: skip
