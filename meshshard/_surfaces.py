@@ -219,10 +219,13 @@ def _ply_lists(
     file: Scanner, coding: str, n: int, properties: list[_Property], name: str
 ) -> tuple[dict[str, Array], Array, Array]:
     """Scalar columns of an element, and its list (the corners of faces): values and offsets."""
+    even = _ply_even(file, coding, n, properties, name)
+    if even is not None:
+        return even
     scalars: dict[str, list[float]] = {p.name: [] for p in properties if not p.length}
     counts: list[int] = []
     ids: list[int] = []
-    corner = next((p.name for p in properties if p.name.startswith("vertex_ind")), "")
+    corner = _ply_corners(properties)
     take = _ascii_taker(file, name) if coding == "a" else _binary_taker(file, coding, name)
     for _ in range(n):
         for p in properties:
@@ -237,6 +240,46 @@ def _ply_lists(
     kinds = {p.name: p.kind for p in properties}
     columns = {key: np.array(values, kinds[key]) for key, values in scalars.items()}
     return columns, np.array(ids, np.int64), offsets_of(np.array(counts, np.int64))
+
+
+def _ply_corners(properties: list[_Property]) -> str:
+    """The name of the list that holds the corners of a face."""
+    return next((p.name for p in properties if p.name.startswith("vertex_ind")), "")
+
+
+def _ply_even(
+    file: Scanner, coding: str, n: int, properties: list[_Property], name: str
+) -> tuple[dict[str, Array], Array, Array] | None:
+    """`_ply_lists` at once for the common case: one list, as long in every row as in the first."""
+    places = [i for i, p in enumerate(properties) if p.length]
+    if not n or len(places) != 1 or properties[places[0]].name != _ply_corners(properties):
+        return None
+    begin, place = file.at, places[0]
+    try:
+        if coding == "a":
+            width = int(file.ascii(place + 1, np.float64, name)[place])
+            file.at = begin
+            table = file.ascii(n * (len(properties) + width), np.float64, name).reshape(n, -1)
+            counts, ids = table[:, place], table[:, place + 1 : place + 1 + width]
+            rest = np.delete(table, np.s_[place : place + 1 + width], axis=1).T
+        else:
+            head = [(f"{i}", coding + p.kind) for i, p in enumerate(properties[:place])]
+            head.append(("n", coding + properties[place].length))
+            width = int(file.binary(1, np.dtype(head), name)["n"][0])
+            file.at = begin
+            tail = [(f"{i}", coding + p.kind) for i, p in enumerate(properties)][place + 1 :]
+            corners = ("ids", coding + properties[place].kind, (max(width, 0),))
+            rows = file.binary(n, np.dtype([*head, corners, *tail]), name)
+            counts, ids = rows["n"], rows["ids"]
+            rest = [rows[key] for key, _ in [*head[:-1], *tail]]
+    except (ReadError, ValueError):
+        counts, ids, width = np.zeros(1), np.zeros(0), -1
+    if (counts != width).any():
+        file.at = begin
+        return None
+    scalars = [p for p in properties if not p.length]
+    columns = {p.name: np.array(v, p.kind) for p, v in zip(scalars, rest, strict=True)}
+    return columns, ids.astype(np.int64).ravel(), np.arange(n + 1, dtype=np.int64) * width
 
 
 def _ascii_taker(file: Scanner, name: str) -> Any:

@@ -72,7 +72,9 @@ def _loud():
 
 
 def test_plain_surface(load):
-    mesh = load("a.vtp", vtp(cell=array("Float32", "p", [1, 2]), point=array("Int64", "i", range(4))))
+    mesh = load(
+        "a.vtp", vtp(cell=array("Float32", "p", [1, 2]), point=array("Int64", "i", range(4)))
+    )
     assert (mesh.kind, mesh.n_points, mesh.n_cells) == ("surface", 4, 2)
     assert mesh.types.tolist() == [7, 7]
     assert mesh.cell_fields["p"].tolist() == [1, 2]
@@ -131,7 +133,9 @@ def test_encodings(load, how):
 
 
 def test_lower_dimensions_are_left_out(load):
-    content = vtp(Verts=[(0,)], Lines=[(0, 1)], Strips=[(0, 1, 2, 3)], cell=array("Int32", "p", range(5)))
+    content = vtp(
+        Verts=[(0,)], Lines=[(0, 1)], Strips=[(0, 1, 2, 3)], cell=array("Int32", "p", range(5))
+    )
     with pytest.warns(MeshWarning, match=r"1 vertex, 1 line left out"):
         mesh = load("a.vtp", content)
     # cell data follow verts, lines, polys, strips, whatever the order of the sections
