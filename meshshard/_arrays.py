@@ -22,7 +22,11 @@ __all__ = ["from_arrays", "read_csv", "read_npy", "read_npz", "read_pt"]
 
 Array = npt.NDArray[Any]
 NAMES = ("points", "pos", "coords", "xyz", "coordinates", "positions", "vertices")
-AXES = (("x", "y", "z"), ("points:0", "points:1", "points:2"), ("points_0", "points_1", "points_2"))
+AXES = (
+    ("x", "y", "z"),
+    ("points:0", "points:1", "points:2"),
+    ("points_0", "points_1", "points_2"),
+)
 
 _NPZ_FAULTS = (
     ValueError, EOFError, KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error

@@ -36,7 +36,7 @@ SUFFIXES: dict[str, str] = {
     "cgns": "vtk",
     "case": "vtk",
     "encas": "vtk",
-    "cas": "vtk",
+    "cas": "fluent",
     "foam": "vtk",
     "openfoam": "vtk",
 }

@@ -183,6 +183,10 @@ class _Legacy:
 
     def _counted(self, key: str, values: Array, n: int) -> tuple[Array, Array]:
         """Split [count, ids …, count, ids …]."""
+        width = int(values[0]) + 1 if len(values) else 0
+        if width > 1 and n * width == len(values) and (values[::width] == width - 1).all():
+            ids = values.reshape(n, width)[:, 1:].ravel()
+            return ids, np.arange(n + 1, dtype=np.int64) * (width - 1)
         listed, starts, at = values.tolist(), [], 0
         for _ in range(n):
             if at >= len(listed) or listed[at] < 0:

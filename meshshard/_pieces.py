@@ -45,7 +45,7 @@ def read_xml(
         raise ReadError(f"{path}: files that refer to each other in a circle")
     file = XmlFile(path, inflate)
     kind = file.root.get("type", "")
-    body = file.root.find(kind)
+    body = next((child for child in file.root if child.tag == kind), None)
     if body is None:
         raise ReadError(f"{path}: the element <{kind}> is missing")
     if kind in COMPOSITE:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from meshshard._checks import warn
 from meshshard._datasets import Dataset, offsets_of
-from meshshard._text import Scanner
+from meshshard._text import Scanner, parse_numbers
 from meshshard.errors import ReadError
 
 __all__ = ["merge_points", "read_obj", "read_ply", "read_stl"]
@@ -20,9 +20,7 @@ __all__ = ["merge_points", "read_obj", "read_ply", "read_stl"]
 Array = npt.NDArray[Any]
 
 FACET = np.dtype([("normal", "<f4", 3), ("corners", "<f4", (3, 3)), ("attribute", "<u2")])
-_STL_WORDS = re.compile(
-    rb"^[ \t]*(solid|facet|vertex|endfacet|endsolid)\b[ \t]*(.*?)\s*$", re.MULTILINE
-)
+_STL_FACET = b"factnormaloutrloopvrtxvrtxvrtxndloopndfact"  # a facet without e, space and numbers
 
 
 def merge_points(points: Array) -> tuple[Array, Array]:
@@ -86,30 +84,72 @@ def _triangles(name: str, corners: Array, n_solids: int) -> Dataset:
 
 def _ascii_solids(data: bytes, path: Path) -> list[tuple[str, Array]]:
     """Names and corners (3 m, 3) of the solids in an ascii file."""
-    solids: list[tuple[str, list[list[bytes]]]] = []
-    open_facet, is_open = -1, False
-    for match in _STL_WORDS.finditer(data):
-        word, rest = match.groups()
-        if word == b"solid":
-            name = rest.decode("utf-8", "replace") or f"solid {len(solids)}"
-            solids.append((name, []))
-            is_open = True
-        elif not solids:
-            raise ReadError(f"{path}: {word.decode()} before any solid")
-        elif word == b"facet":
-            open_facet = len(solids[-1][1])
-        elif word == b"vertex":
-            solids[-1][1].append(rest.split())
-        elif word == b"endfacet":
-            if open_facet < 0 or len(solids[-1][1]) - open_facet != 3:
-                line = data.count(b"\n", 0, match.start()) + 1
-                raise ReadError(f"{path}: the facet that ends on line {line} has not 3 vertices")
-            open_facet = -1
+    solids: list[tuple[str, Array]] = []
+    name, begin = None, 0
+    word = re.escape(data.lstrip()[:5])  # in the case it has: a literal is found fast
+    for match in re.finditer(word + rb"([^\n]*)", data):
+        if data[match.start() - 3 : match.start()].lower() != b"end":
+            if name is not None:
+                raise ReadError(f"{path}: the solid '{name}' has no endsolid: truncated")
+            name = match[1].decode("utf-8", "replace").strip() or f"solid {len(solids)}"
+            begin = match.end()
+        elif name is None:
+            raise ReadError(f"{path}: endsolid without a solid")
         else:
-            is_open = False
-    if is_open or open_facet >= 0:
-        raise ReadError(f"{path}: truncated: the last solid has no endsolid")
-    return [(name, _coordinates(rows, path)) for name, rows in _distinct(solids)]
+            line = data.count(b"\n", 0, begin) + 1
+            solids.append((name, _corners(data[begin : match.start() - 3], line, path)))
+            name = None
+    if name is not None:
+        raise ReadError(f"{path}: truncated: the solid '{name}' has no endsolid")
+    return _distinct(solids)
+
+
+def _corners(body: bytes, line: int, path: Path) -> Array:
+    """(3 m, 3) corners of the m facets between solid and endsolid.
+
+    What remains of a facet without its numbers is always the same: one comparison proves all.
+    """
+    lower = body if b"FACET" not in body and b"Facet" not in body else body.lower()
+    n = lower.count(b"endfacet")
+    if lower.translate(None, b"0123456789+-.eE \t\r\n") == _STL_FACET * n:
+        try:
+            numbers = parse_numbers(_without_words(lower), np.float64)
+        except ValueError:
+            numbers = np.empty(0)
+        if len(numbers) == 12 * n:
+            return np.ascontiguousarray(numbers.reshape(n, 4, 3)[:, 1:]).reshape(-1, 3)
+    return _corners_by_line(lower, line, path)
+
+
+def _without_words(text: bytes) -> bytes:
+    """Blanks in place of all letters but the e of an exponent, which follows a digit or point."""
+    letters = np.frombuffer(text, np.uint8).copy()
+    word = letters >= ord("A")
+    exponent = letters == ord("e")
+    exponent[1:] &= ~word[:-1] & (letters[:-1] > ord("-"))
+    letters[word & ~exponent] = ord(" ")
+    return letters.tobytes()
+
+
+def _corners_by_line(body: bytes, line: int, path: Path) -> Array:
+    """`_corners` for a solid that is damaged or odd: slower, and says where."""
+    rows: list[list[float]] = []
+    first = 0
+    for number, text in enumerate(body.split(b"\n"), line):
+        words = text.split()
+        if words[:1] == [b"facet"]:
+            first = len(rows)
+        elif words[:1] == [b"vertex"]:
+            try:
+                x, y, z = (float(word) for word in words[1:])
+            except ValueError:
+                raise ReadError(f"{path}: line {number}: a vertex is three numbers") from None
+            rows.append([x, y, z])
+        elif words[:1] == [b"endfacet"] and len(rows) - first != 3:
+            raise ReadError(f"{path}: line {number}: the facet has {len(rows) - first} vertices")
+    if len(rows) % 3:
+        raise ReadError(f"{path}: the facets from line {line} on have {len(rows)} vertices")
+    return np.array(rows, np.float64).reshape(-1, 3)
 
 
 def _distinct(solids: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -120,13 +160,6 @@ def _distinct(solids: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
         seen[name] = seen.get(name, 0) + 1
         out.append((name if seen[name] == 1 else f"{name} ({seen[name]})", rows))
     return out
-
-
-def _coordinates(rows: list[list[bytes]], path: Path) -> Array:
-    try:
-        return np.array(rows, dtype="S").astype(np.float64).reshape(len(rows), 3)
-    except ValueError:
-        raise ReadError(f"{path}: a vertex is not three numbers") from None
 
 
 class _Property(NamedTuple):
@@ -221,10 +254,13 @@ def _ply_lists(
     file: Scanner, coding: str, n: int, properties: list[_Property], name: str
 ) -> tuple[dict[str, Array], Array, Array]:
     """Scalar columns of an element, and its list (the corners of faces): values and offsets."""
+    even = _ply_even(file, coding, n, properties, name)
+    if even is not None:
+        return even
     scalars: dict[str, list[float]] = {p.name: [] for p in properties if not p.length}
     counts: list[int] = []
     ids: list[int] = []
-    corner = next((p.name for p in properties if p.name.startswith("vertex_ind")), "")
+    corner = _ply_corners(properties)
     take = _ascii_taker(file, name) if coding == "a" else _binary_taker(file, coding, name)
     for _ in range(n):
         for p in properties:
@@ -239,6 +275,46 @@ def _ply_lists(
     kinds = {p.name: p.kind for p in properties}
     columns = {key: np.array(values, kinds[key]) for key, values in scalars.items()}
     return columns, np.array(ids, np.int64), offsets_of(np.array(counts, np.int64))
+
+
+def _ply_corners(properties: list[_Property]) -> str:
+    """The name of the list that holds the corners of a face."""
+    return next((p.name for p in properties if p.name.startswith("vertex_ind")), "")
+
+
+def _ply_even(
+    file: Scanner, coding: str, n: int, properties: list[_Property], name: str
+) -> tuple[dict[str, Array], Array, Array] | None:
+    """`_ply_lists` at once for the common case: one list, as long in every row as in the first."""
+    places = [i for i, p in enumerate(properties) if p.length]
+    if not n or len(places) != 1 or properties[places[0]].name != _ply_corners(properties):
+        return None
+    begin, place = file.at, places[0]
+    try:
+        if coding == "a":
+            width = int(file.ascii(place + 1, np.float64, name)[place])
+            file.at = begin
+            table = file.ascii(n * (len(properties) + width), np.float64, name).reshape(n, -1)
+            counts, ids = table[:, place], table[:, place + 1 : place + 1 + width]
+            rest = list(np.delete(table, np.s_[place : place + 1 + width], axis=1).T)
+        else:
+            head = [(f"{i}", coding + p.kind) for i, p in enumerate(properties[:place])]
+            head.append(("n", coding + properties[place].length))
+            width = int(file.binary(1, np.dtype(head), name)["n"][0])
+            file.at = begin
+            tail = [(f"{i}", coding + p.kind) for i, p in enumerate(properties)][place + 1 :]
+            corners = ("ids", coding + properties[place].kind, (max(width, 0),))
+            rows = file.binary(n, np.dtype([*head, corners, *tail]), name)
+            counts, ids = rows["n"], rows["ids"]
+            rest = [rows[key] for key, _ in [*head[:-1], *tail]]
+    except (ReadError, ValueError):
+        counts, ids, width = np.zeros(1), np.zeros(0), -1
+    if (counts != width).any():
+        file.at = begin
+        return None
+    scalars = [p for p in properties if not p.length]
+    columns = {p.name: np.array(v, p.kind) for p, v in zip(scalars, rest, strict=True)}
+    return columns, ids.astype(np.int64).ravel(), np.arange(n + 1, dtype=np.int64) * width
 
 
 def _ascii_taker(file: Scanner, name: str) -> Any:

@@ -81,7 +81,8 @@ class XmlFile:
             raise ReadError(f"{path}: compressor {name} is not supported; save it with zlib")
         appended = self.root.find("AppendedData")
         self._raw = appended is not None and appended.get("encoding") == "raw"
-        self._ends = sorted(int(o) for o in re.findall(rb'\soffset=["\'](\d+)', header))
+        arrays = self.root.iter("DataArray") if appended is not None else ()
+        self._ends = sorted(int(o) for a in arrays if (o := a.get("offset", "")).isdecimal())
 
     def _parse(self, header: bytes) -> ElementTree.Element:
         tail = _tail(self.path, self.size)
@@ -91,7 +92,7 @@ class XmlFile:
             )
         try:
             root = ElementTree.fromstring(header)
-        except ElementTree.ParseError as error:
+        except (ElementTree.ParseError, LookupError, ValueError) as error:
             raise ReadError(f"{self.path}: not well-formed XML: {error}") from None
         if root.tag != "VTKFile":
             raise ReadError(f"{self.path}: XML, but no VTK file: it starts with <{root.tag}>")
@@ -206,7 +207,7 @@ def _from_base64(text: bytes) -> bytes:
 
 def _header(path: Path) -> tuple[bytes, int]:
     """The XML of a file without its appended data, and where these start (0: there are none)."""
-    text = b""
+    text = bytearray()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             seen = max(0, len(text) - 20)
@@ -219,8 +220,8 @@ def _header(path: Path) -> tuple[bytes, int]:
             first = text.find(b"_", close) + 1
             if not close or not first:
                 raise ReadError(f"{path}: truncated: the appended data are missing")
-            return text[:close] + b"</AppendedData></VTKFile>", first
-    return text, 0
+            return bytes(text[:close]) + b"</AppendedData></VTKFile>", first
+    return bytes(text), 0
 
 
 def _tail(path: Path, size: int) -> bytes:

@@ -87,7 +87,7 @@ def _inflate_lz4(block: bytes, size: int) -> bytes:
     from vtkmodules.vtkIOCore import vtkLZ4DataCompressor
 
     compressor = vtkLZ4DataCompressor()
-    compressor.AddObserver("ErrorEvent", lambda *_: None)  # a wrong size says it; VTK would print
+    compressor.AddObserver("ErrorEvent", lambda *_: None)  # type: ignore[arg-type]  # no print
     out = compressor.Uncompress(block, len(block), size)
     return b"" if out is None else _numpy(out).tobytes()
 
