@@ -84,7 +84,8 @@ class Graph:
         """The graph itself, once its rows and ids are proved to be in range.
 
         Raises:
-            MeshError: naming the first row or edge that is wrong.
+            MeshError: naming the first row or edge that is wrong, or has no reverse where the
+                graph is called symmetric.
         """
         if self.indptr.ndim != 1 or len(self.indptr) < 1 or self.indptr[0] != 0:
             raise MeshError("graph: indptr must be one row of offsets that starts at 0")
@@ -101,7 +102,23 @@ class Graph:
                 f"graph: edge {bad[0]} comes from node {self.indices[bad[0]]}, "
                 f"but nodes are 0 to {self.n_nodes - 1}"
             )
+        if self.symmetric:
+            self._check_symmetry()
         return self
+
+    def _check_symmetry(self) -> None:
+        """Every edge has its reverse, as often as it is there."""
+        a, b = self.destinations().astype(np.uint64), self.indices.astype(np.uint64)
+        there, back = ((x << np.uint64(32)) | y for x, y in ((a, b), (b, a)))
+        there.sort()
+        back.sort()
+        lonely = np.flatnonzero(there != back)
+        if len(lonely):
+            key = int(min(there[lonely[0]], back[lonely[0]]))
+            raise MeshError(
+                f"graph: is called symmetric, but nodes {key >> 32} and {key & 0xFFFFFFFF} are "
+                "linked one way only; leave out symmetric=True"
+            )
 
 
 def cell_graph(mesh: Mesh, found: Matches | None = None) -> Graph:

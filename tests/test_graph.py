@@ -84,6 +84,13 @@ def test_permuted_keeps_every_row_in_its_order(graph, random):
         assert [origin[j] for j in row(moved, new)] == row(graph, old)
 
 
+def test_a_symmetry_that_is_not_there_is_refused():
+    graph = Graph(np.array([0, 1, 2, 3]), np.array([1, 0, 1]), symmetric=True)
+    with pytest.raises(MeshError, match="nodes 1 and 2 are linked one way only"):
+        graph.check()
+    assert knn_graph(np.eye(3), 2).check().symmetrised().check().symmetric
+
+
 @pytest.mark.parametrize(
     ("indptr", "indices", "message"),
     [
