@@ -156,7 +156,7 @@ def _walk(item: Any, name: str, above: Sequence[str]) -> Iterator[Dataset]:
 
 def _leaf(item: Any, name: str) -> Dataset:
     """One VTK data set as arrays."""
-    points = {} if not item.GetNumberOfPoints() else _fields(item.GetPointData(), name, "point")
+    points = _fields(item.GetPointData(), name, "point") if item.GetNumberOfPoints() else {}
     leaf = Dataset(
         _coordinates(item),
         point_fields=points,
@@ -191,8 +191,7 @@ def _coordinates(item: Any) -> Array:
 def _numpy(array: Any) -> Array:
     from vtkmodules.util.numpy_support import vtk_to_numpy
 
-    out: Array = vtk_to_numpy(array)  # type: ignore[no-untyped-call]
-    return out.view(np.ndarray)
+    return np.asarray(vtk_to_numpy(array)).view(np.ndarray)  # type: ignore[no-untyped-call]
 
 
 def _fields(attributes: Any, name: str, kind: str) -> dict[str, Array]:
@@ -200,10 +199,10 @@ def _fields(attributes: Any, name: str, kind: str) -> dict[str, Array]:
     for i in range(attributes.GetNumberOfArrays()):
         array = attributes.GetAbstractArray(i)
         label = array.GetName() or f"array {i}"
-        if array.IsA("vtkDataArray"):
-            out[label] = _numpy(array)
-        else:
+        if not array.IsA("vtkDataArray"):
             warn(f"{name}: {kind} array '{label}' is not numeric, left out")
+            continue
+        out[label] = _numpy(array)
     return out
 
 
@@ -374,7 +373,7 @@ def _pyvista(path: Path, time: float | None) -> Any:
     get_reader: Any = pyvista.FluentReader if fluent else pyvista.get_reader
     reader = get_reader(path)
     times = list(getattr(reader, "time_values", None) or [])
-    listed = ", ".join(f"{t:g}" for t in times[:20]) + (", …" if len(times) > 20 else "")
+    listed = ", ".join(f"{t:g}" for t in times[:20] + times[20:][-1:])
     if time is None and len(times) > 1:
         raise ReadError(f"{path}: {len(times)} time steps ({listed}); choose one with --time T")
     if time is not None and times:
