@@ -29,7 +29,7 @@ AXES = (
 )
 
 _NPZ_FAULTS = (
-    ValueError, EOFError, KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error
+    ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 
 

@@ -107,6 +107,8 @@ def _kind(path: Path, suffix: str, head: bytes) -> str:
     if (suffix, text[:1]) in (("msh", b"$"), ("inp", b"*")):
         return "meshio"  # Gmsh and Abaqus; otherwise Fluent and AVS
     kind = SUFFIXES.get(suffix, "")
+    if kind == "fluent" and not _tail(path).rstrip(b"\0 \t\r\n").endswith(b")"):
+        raise ReadError(f"{path}: truncated: a Fluent file ends with a closing parenthesis")
     if kind in BY_NAME:
         return kind
     if not kind:
@@ -116,6 +118,13 @@ def _kind(path: Path, suffix: str, head: bytes) -> str:
     raise ReadError(
         f"{path}: not a .{suffix} file: it starts with {start!r}; check where it is from"
     )
+
+
+def _tail(path: Path) -> bytes:
+    """The last bytes of a file."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 512))
+        return file.read()
 
 
 def gunzip(path: Path, folder: Path) -> Path:

@@ -312,7 +312,7 @@ def _unstream(
     if faces is not None:
         corners = faces.offsets[faces.cell_offsets]
         for cell in poly.tolist():
-            of = faces.connectivity[corners[cell] : corners[cell + 1]].tolist()
-            points[cell] = np.array(list(dict.fromkeys(of)), np.int64)
+            of = faces.connectivity[corners[cell] : corners[cell + 1]]
+            points[cell] = np.unique(of)
     counts = np.array([len(p) for p in points])
     return np.concatenate(points), offsets_of(counts), types, faces

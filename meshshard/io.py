@@ -94,15 +94,9 @@ def _inflate_lz4(block: bytes, size: int) -> bytes:
 
 _XML_INFLATE = {**INFLATE, "vtkLZ4DataCompressor": _inflate_lz4}
 _READERS: dict[str, Callable[[Path], list[Dataset]]] = {
-    "legacy": read_legacy,
-    "stl": read_stl,
-    "ply": read_ply,
-    "obj": read_obj,
-    "npz": read_npz,
-    "npy": read_npy,
-    "csv": read_csv,
-    "pt": read_pt,
-}
+    "legacy": read_legacy, "stl": read_stl, "ply": read_ply, "obj": read_obj,
+    "npz": read_npz, "npy": read_npy, "csv": read_csv, "pt": read_pt,
+}  # fmt: skip
 
 
 def write(mesh: Mesh, path: str | Path) -> None:
@@ -162,7 +156,7 @@ def _walk(item: Any, name: str, above: Sequence[str]) -> Iterator[Dataset]:
 
 def _leaf(item: Any, name: str) -> Dataset:
     """One VTK data set as arrays."""
-    points = {} if not item.GetNumberOfPoints() else _fields(item.GetPointData(), name, "point")
+    points = _fields(item.GetPointData(), name, "point") if item.GetNumberOfPoints() else {}
     leaf = Dataset(
         _coordinates(item),
         point_fields=points,
@@ -187,7 +181,7 @@ def _coordinates(item: Any) -> Array:
     points = item.GetPoints()
     if points is None or not points.GetNumberOfPoints():
         return np.zeros((0, 3), np.float32)
-    if not (item.IsA("vtkPointSet")):
+    if not item.IsA("vtkPointSet"):
         import pyvista
 
         return np.asarray(pyvista.wrap(item).points)
@@ -197,8 +191,7 @@ def _coordinates(item: Any) -> Array:
 def _numpy(array: Any) -> Array:
     from vtkmodules.util.numpy_support import vtk_to_numpy
 
-    out: Array = vtk_to_numpy(array)  # type: ignore[no-untyped-call]
-    return out.view(np.ndarray)
+    return np.asarray(vtk_to_numpy(array)).view(np.ndarray)  # type: ignore[no-untyped-call]
 
 
 def _fields(attributes: Any, name: str, kind: str) -> dict[str, Array]:
@@ -206,10 +199,10 @@ def _fields(attributes: Any, name: str, kind: str) -> dict[str, Array]:
     for i in range(attributes.GetNumberOfArrays()):
         array = attributes.GetAbstractArray(i)
         label = array.GetName() or f"array {i}"
-        if array.IsA("vtkDataArray"):
-            out[label] = _numpy(array)
-        else:
+        if not array.IsA("vtkDataArray"):
             warn(f"{name}: {kind} array '{label}' is not numeric, left out")
+            continue
+        out[label] = _numpy(array)
     return out
 
 
@@ -346,12 +339,19 @@ def _foreign(path: Path, time: float | None) -> Iterator[Dataset]:
     except MeshshardError:
         raise
     except (Exception, SystemExit) as error:  # whatever a foreign reader met; meshio exits
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ReadError(f"{path}: cannot be read: {said[:200]}") from None
+        said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
+        raise ReadError(
+            f"{path}: cannot be read, it is damaged, cut short or of another format ({said})"
+        ) from None
     errors = [line for line in window.GetOutput().splitlines() if "ERR" in line or "rror:" in line]
     if errors:
         raise ReadError(f"{path}: VTK cannot read it: {errors[0].strip()[:200]}")
-    yield from _walk(item, str(path), ())
+    leaves = list(_walk(item, str(path), ()))
+    if recognise(path) != "vtkhdf" and not any(len(leaf.types) for leaf in leaves):
+        raise ReadError(
+            f"{path}: empty: no cells in it; is the file cut short or its case missing?"
+        )
+    yield from leaves
 
 
 def _meshio(path: Path) -> Any:
@@ -373,7 +373,7 @@ def _pyvista(path: Path, time: float | None) -> Any:
     get_reader: Any = pyvista.FluentReader if fluent else pyvista.get_reader
     reader = get_reader(path)
     times = list(getattr(reader, "time_values", None) or [])
-    listed = ", ".join(f"{t:g}" for t in times[:20]) + (", …" if len(times) > 20 else "")
+    listed = ", ".join(f"{t:g}" for t in times[:20] + times[20:][-1:])
     if time is None and len(times) > 1:
         raise ReadError(f"{path}: {len(times)} time steps ({listed}); choose one with --time T")
     if time is not None and times:
@@ -382,7 +382,8 @@ def _pyvista(path: Path, time: float | None) -> Any:
         reader.set_active_time_value(time)
     if hasattr(reader, "cell_to_point_creation"):  # OpenFOAM: only what the solver wrote
         reader.cell_to_point_creation = False
-        reader.decompose_polyhedra = False
+        if hasattr(reader.reader, "SetDecomposePolyhedra"):  # gone in VTK 9.7
+            reader.decompose_polyhedra = False
     return _cell_zones(reader.read(), path) if fluent else reader.read()
 
 

@@ -65,7 +65,9 @@ def test_dimensions_and_faces():
         check(mixed)
     solid = Mesh(
         points, np.arange(4), np.array([0, 4]), np.array([42], np.uint8),
-        faces=Faces(np.array([0, 4]), np.arange(5) * 3, np.array([0, 1, 2, 0, 1, 3, 0, 2, 3, 1, 2, 9])),
+        faces=Faces(
+            np.array([0, 4]), np.arange(5) * 3, np.ravel([[0, 1, 2], [0, 1, 3], [0, 2, 3], [1, 2, 9]])
+        ),
     )  # fmt: skip
     with pytest.raises(MeshError, match="face 3 refers to point 9"):
         check(solid)

@@ -390,7 +390,8 @@ def test_big_endian(load):
     points = np.arange(9).reshape(3, 3)
     raw = points.astype(">f8").tobytes()
     text = (
-        '<VTKFile type="PolyData" byte_order="BigEndian"><PolyData><Piece NumberOfPoints="3"><Points>'
+        '<VTKFile type="PolyData" byte_order="BigEndian"><PolyData>'
+        '<Piece NumberOfPoints="3"><Points>'
         '<DataArray type="Float64" format="binary">'
         + base64.b64encode(struct.pack(">I", len(raw)) + raw).decode()
         + "</DataArray></Points></Piece></PolyData></VTKFile>"
@@ -412,7 +413,7 @@ def test_numpy_only():
 
 def test_image(load):
     text = (
-        '<VTKFile type="ImageData"><ImageData WholeExtent="0 2 0 1 0 0" Origin="1 0 0" Spacing="2 1 1">'
+        '<VTKFile type="ImageData"><ImageData Origin="1 0 0" Spacing="2 1 1">'
         f'<Piece Extent="0 2 0 1 0 0"><CellData>{array("Int32", "p", [1, 2])}</CellData>'
         "</Piece></ImageData></VTKFile>"
     )

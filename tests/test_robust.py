@@ -66,7 +66,7 @@ def test_mutants(tmp_path):
     (tmp_path / "good").mkdir()
     for good in seeds(tmp_path / "good"):
         mutant = tmp_path / f"mutant{good.suffix}"
-        command = [sys.executable, "-c", FUZZ.format(path=sys.path), good, mutant, "150"]
+        command = [sys.executable, "-c", FUZZ.format(path=sys.path), good, mutant, "100"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, f"{good.name}: {done.returncode}\n{done.stderr[-2000:]}"
 
