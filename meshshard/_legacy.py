@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -308,7 +309,7 @@ def _unstream(
     ends = np.full(len(types), -1, np.int64)
     ends[poly] = stream_offsets[1:]
     faces = faces_of_stream(stream, ends, name)
-    points: list[Array] = [ids[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    points: list[Array] = [ids[a:b] for a, b in itertools.pairwise(offsets)]
     if faces is not None:
         corners = faces.offsets[faces.cell_offsets]
         for cell in poly.tolist():

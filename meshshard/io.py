@@ -391,10 +391,10 @@ def _cell_zones(blocks: Any, path: Path) -> Any:
     """Zones of cells of a Fluent case: VTK makes solids without sense of the zones of faces."""
     import pyvista
 
-    keys = [key for key in blocks.keys() if key.endswith((":fluid", ":solid"))]
+    keys = [key for key in blocks if key.endswith((":fluid", ":solid"))]
     if not keys:
         return blocks
-    left = [key for key in blocks.keys() if key not in keys]
+    left = [key for key in blocks if key not in keys]
     if left:
         warn(f"{path}: mixed dimensions: {len(left)} zones of faces left out: {', '.join(left)}")
     return pyvista.MultiBlock({key: blocks[key] for key in keys})

@@ -43,7 +43,7 @@ def exchange(made, values):
 def aggregate(indptr, indices, values):
     """Sums over in-edges in the order of the rows."""
     return np.array([np.add.accumulate([0.0, *values[indices[a:b]]])[-1]
-                     for a, b in zip(indptr[:-1], indptr[1:], strict=True)])  # fmt: skip
+                     for a, b in pairwise(indptr)])  # fmt: skip
 
 
 @given(partitions())
@@ -72,7 +72,7 @@ def test_a_halo_of_depth_l_serves_l_layers_with_one_exchange(case):
     plans, local = exchange(made, x[made.origin])
     for plan, rows in zip(plans, local, strict=True):
         for _ in range(made.halo.depth):
-            rows = aggregate(plan.indptr, plan.indices, rows)  # noqa: PLW2901
+            rows = aggregate(plan.indptr, plan.indices, rows)
         origin = made.origin[made.offsets[plan.shard] : made.offsets[plan.shard + 1]]
         assert np.array_equal(rows[: plan.n_owned], serial[origin])
 

@@ -1,5 +1,7 @@
 """What is written comes back bit for bit, through our reader and through VTK's."""
 
+import functools
+import operator
 import os
 import string
 
@@ -39,7 +41,7 @@ def surfaces(draw):
     offsets = np.cumsum([0, *map(len, cells)])
     return Mesh(
         points=points,
-        connectivity=np.array(sum(cells, [])),
+        connectivity=np.array(functools.reduce(operator.iadd, cells, [])),
         offsets=offsets,
         types=np.full(len(cells), 7, np.uint8),
         point_fields=draw(fields(n)),
