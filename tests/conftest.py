@@ -2,7 +2,9 @@
 
 import os
 
+import pytest
 from hypothesis import settings
+from ranks import Ranks
 
 # Shared and slow machines: time is pytest-timeout's business, not that of one example.
 settings.register_profile("house", deadline=None, print_blob=True)
@@ -11,3 +13,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "house")
 
 if not os.environ.get("DISPLAY"):  # spares a line about a missing X server for each picture
     os.environ.setdefault("VTK_DEFAULT_OPENGL_WINDOW", "vtkEGLRenderWindow")
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Pools of forked gloo ranks, by their number."""
+    pools = {size: Ranks(size) for size in (2, 3, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.stop()

@@ -1,0 +1,157 @@
+"""Exchange: halo rows from their owners, gradients of halo rows home; one adjoint pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from meshshard.comm import _wire, linear
+
+if TYPE_CHECKING:
+    from meshshard.comm.domain import Domain
+
+__all__ = ["Exchange", "Running"]
+
+
+@dataclass(eq=False)
+class Exchange:
+    """The rows that this rank sends and receives, as tensors on its device.
+
+    Proved on all ranks before its first use: sent and received counts agree pair by pair.
+
+    Attributes:
+        domain: the ranks.
+        n_owned: owned rows of this rank.
+        send_rows: (n_sent,) int64 owned rows, grouped by the rank that needs them.
+        send: rows that go to each rank.
+        receive: rows that come from each rank.
+        name: what to call it in errors.
+    """
+
+    domain: Domain
+    n_owned: int
+    send_rows: Tensor
+    send: Sequence[int]
+    receive: Sequence[int]
+    name: str = "exchange"
+    _proved: bool = field(default=False, init=False)
+
+    @property
+    def n_halo(self) -> int:
+        """Rows that come from other ranks."""
+        return sum(self.receive)
+
+    def check(self) -> None:
+        """Compare the tables of all ranks, once.
+
+        Communication: one gather of objects, at the first call only.
+
+        Raises:
+            DomainError: on every rank, naming the pair that disagrees.
+        """
+        if self._proved or self.domain.size == 1:
+            return
+        from meshshard.comm.domain import DomainError
+
+        tables = self.domain.share((self.n_owned, tuple(self.send), tuple(self.receive)))
+        for a, (_, send, _) in enumerate(tables):
+            for b, (_, _, receive) in enumerate(tables):
+                if send[b] != receive[a]:
+                    raise DomainError(
+                        f"{self.name}: rank {a} sends {send[b]} rows to rank {b}, "
+                        f"which expects {receive[a]}; load one folder on all ranks"
+                    )
+        self._proved = True
+
+    def start(self, x: Tensor) -> Running:
+        """Send boundary rows; interior rows can be computed until `finish`.
+
+        Args:
+            x: (n_owned, …) owned rows.
+
+        Raises:
+            DomainError: another number of rows.
+        """
+        if x.shape[0] != self.n_owned:
+            from meshshard.comm.domain import DomainError
+
+            raise DomainError(
+                f"{self.name}: rank {self.domain.rank} owns {self.n_owned} rows, "
+                f"got a tensor {tuple(x.shape)}"
+            )
+        if not torch.compiler.is_compiling():
+            self.check()
+        return Running(self, x)
+
+
+class Running:
+    """An exchange under way."""
+
+    def __init__(self, plan: Exchange, x: Tensor) -> None:
+        self._plan, self._x = plan, x
+        self._pending = None
+        if plan.domain.size > 1:
+            with torch.no_grad():
+                self._pending = _send(plan, x.detach())
+
+    def finish(self) -> Tensor:
+        """(n_local, …) owned rows, then halo rows."""
+        if self._pending is None:
+            return self._x
+        out: Tensor = _Finish.apply(self._x, self._plan, self._pending)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Finish(torch.autograd.Function):
+    """Joins owned rows and those that have come; the gradient goes home."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: Exchange, pending: _wire.Pending) -> Tensor:
+        ctx.plan = plan
+        return torch.cat([x, pending.wait()])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return linear.apply(Accumulate(ctx.plan), grad), None, None
+
+
+@dataclass(frozen=True)
+class Halo:
+    """Owned rows to local rows, as one operator."""
+
+    plan: Exchange
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Owned rows, then halo rows."""
+        return torch.cat([x, _send(self.plan, x).wait()])
+
+    def adjoint(self) -> Accumulate:
+        """Local rows to owned rows."""
+        return Accumulate(self.plan)
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """Local rows to owned rows: halo rows go to their owners and are added there."""
+
+    plan: Exchange
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Owned rows, with what peers have for them."""
+        plan = self.plan
+        mine, away = x[: plan.n_owned], x[plan.n_owned :]
+        back = _wire.all_to_all(plan.domain, away, plan.receive, plan.send, "accumulate")
+        return mine.index_add(0, plan.send_rows, back)
+
+    def adjoint(self) -> Halo:
+        """Owned rows to local rows."""
+        return Halo(self.plan)
+
+
+def _send(plan: Exchange, x: Tensor) -> _wire.Pending:
+    rows = x.index_select(0, plan.send_rows)
+    return _wire.start_all_to_all(plan.domain, rows, plan.send, plan.receive, "exchange")

@@ -1,0 +1,214 @@
+"""Linear collectives and their adjoints: one pair of functions carries all of them.
+
+A collective that is linear in its rows is an operator A; its gradient is the adjoint A*, another
+collective, whose gradient is A again. So one autograd function differentiates them all, to any
+order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from meshshard.comm import _wire
+
+if TYPE_CHECKING:
+    from meshshard.comm.domain import Domain
+
+__all__ = ["Gather", "Redistribute", "Replicate", "Shift", "Sum", "apply", "largest"]
+
+
+class Linear(Protocol):
+    """An operator on the rows of all ranks."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Its value on this rank."""
+
+    def adjoint(self) -> Linear:
+        """The operator of its gradient."""
+
+
+def apply(op: Linear, x: Tensor) -> Tensor:
+    """The operator on a tensor, differentiable."""
+    out: Tensor = _Apply.apply(x, op)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: Linear) -> Tensor:
+        ctx.op = op
+        return op(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return apply(ctx.op.adjoint(), grad), None
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Partial to replicated: the sum over ranks, its own adjoint."""
+
+    domain: Domain
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum, as a new tensor."""
+        copy = x.clone(memory_format=torch.contiguous_format)
+        return _wire.all_reduce(self.domain, copy, "all_reduce")
+
+    def adjoint(self) -> Sum:
+        """The same sum."""
+        return self
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """The identity on replicated leaves, with the mean as its adjoint."""
+
+    domain: Domain
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The same values."""
+        return x.view_as(x)
+
+    def adjoint(self) -> Mean:
+        """The mean over ranks."""
+        return Mean(self.domain)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean over ranks, its own adjoint."""
+
+    domain: Domain
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The mean, as a new tensor."""
+        copy = x.clone(memory_format=torch.contiguous_format)
+        return _wire.all_reduce(self.domain, copy, "all_reduce") / self.domain.size
+
+    def adjoint(self) -> Mean:
+        """The same mean."""
+        return self
+
+
+@dataclass(frozen=True)
+class Redistribute:
+    """Rows in one order, divided as `have`, divided as `want`; the adjoint goes back."""
+
+    domain: Domain
+    have: tuple[int, ...]
+    want: tuple[int, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """This rank's rows under `want`."""
+        if self.have == self.want:
+            return x.view_as(x)
+        rank = self.domain.rank
+        send = _overlaps(self.have, self.want, rank)
+        receive = _overlaps(self.want, self.have, rank)
+        return _wire.all_to_all(self.domain, x, send, receive, "redistribute")
+
+    def adjoint(self) -> Redistribute:
+        """The way back."""
+        return Redistribute(self.domain, self.want, self.have)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Sharded to replicated: all rows on every rank."""
+
+    domain: Domain
+    sizes: tuple[int, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """All rows."""
+        if self.domain.size == 1:
+            return x.view_as(x)
+        everywhere = x.repeat(self.domain.size, *[1] * (x.ndim - 1))
+        send = [len(x)] * self.domain.size
+        return _wire.all_to_all(self.domain, everywhere, send, self.sizes, "all_gather")
+
+    def adjoint(self) -> ScatterSum:
+        """Every rank's gradient of my rows, added."""
+        return ScatterSum(self.domain, self.sizes)
+
+
+@dataclass(frozen=True)
+class ScatterSum:
+    """The sum over ranks of whole tensors, each rank keeping its own rows."""
+
+    domain: Domain
+    sizes: tuple[int, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """My rows of the sum, added in the order of the ranks."""
+        if self.domain.size == 1:
+            return x.view_as(x)
+        mine = self.sizes[self.domain.rank]
+        receive = [mine] * self.domain.size
+        rows = _wire.all_to_all(self.domain, x, self.sizes, receive, "scatter_sum")
+        return rows.reshape(self.domain.size, mine, *x.shape[1:]).sum(dim=0)
+
+    def adjoint(self) -> Gather:
+        """All rows on every rank."""
+        return Gather(self.domain, self.sizes)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Rows round a ring: those of the rank `steps` before this one."""
+
+    domain: Domain
+    sizes: tuple[int, ...]
+    steps: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The rows of that rank."""
+        size, rank = self.domain.size, self.domain.rank
+        if self.steps == 0:
+            return x.view_as(x)
+        source, target = (rank - self.steps) % size, (rank + self.steps) % size
+        send, receive = [0] * size, [0] * size
+        send[target], receive[source] = len(x), self.sizes[source]
+        return _wire.all_to_all(self.domain, x, send, receive, "shift")
+
+    def adjoint(self) -> Shift:
+        """The same way back."""
+        size = self.domain.size
+        moved = tuple(self.sizes[(r - self.steps) % size] for r in range(size))
+        return Shift(self.domain, moved, -self.steps % size)
+
+
+def largest(domain: Domain, x: Tensor) -> Tensor:
+    """The elementwise maximum over ranks; its gradient is shared among all that attain it."""
+    out: Tensor = _Largest.apply(x, domain)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Largest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, domain: Domain) -> Tensor:
+        top = _wire.all_reduce(domain, x.clone(), "all_reduce", "max")
+        ctx.save_for_backward(x == top)
+        ctx.domain = domain
+        return top
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (hit,) = ctx.saved_tensors
+        hit = hit.to(grad.dtype)
+        share = hit / _wire.all_reduce(ctx.domain, hit.clone(), "all_reduce")
+        return share * apply(Sum(ctx.domain), grad), None
+
+
+def _overlaps(have: tuple[int, ...], want: tuple[int, ...], rank: int) -> list[int]:
+    """Rows that `rank` has under `have` and each rank has under `want`."""
+    bounds = [0, *accumulate(have)]
+    first, last = bounds[rank], bounds[rank + 1]
+    ends = [0, *accumulate(want)]
+    return [max(0, min(last, b) - max(first, a)) for a, b in pairwise(ends)]

@@ -1,0 +1,92 @@
+"""Persistent forked gloo ranks: a job is a module-level function that every rank runs."""
+
+import datetime
+import multiprocessing as mp
+import tempfile
+import traceback
+from multiprocessing.connection import wait
+from pathlib import Path
+
+TIMEOUT = 20  # seconds a rank waits for the others
+
+
+def serve(rank, size, store, pipe, timeout):
+    """What a rank does: run jobs until it is told None."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )  # fmt: skip
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        torch.manual_seed(0)
+        try:
+            pipe.send((None, function(*args)))
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))
+
+
+class Ranks:
+    """A pool of gloo ranks; one that raises ends all, and the next job finds new ones."""
+
+    def __init__(self, size, timeout=TIMEOUT):
+        self.size, self.timeout = size, timeout
+        self.pipes, self.processes = [], []
+
+    def start(self):
+        context = mp.get_context("fork")
+        store = Path(tempfile.mkdtemp()) / "store"
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=serve, args=(rank, self.size, store, there, self.timeout), daemon=True
+            )
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def stop(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.pipes, self.processes = [], []
+
+    def run(self, function, *args):
+        """What the function returns on every rank, by rank.
+
+        Raises:
+            AssertionError: with the traceback of the first rank that raised.
+        """
+        if not self.processes:
+            self.start()
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results, left = {}, {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        while left:
+            for pipe in wait(list(left)):
+                error, value = pipe.recv()
+                rank = left.pop(pipe)
+                if error:
+                    self.stop()
+                    raise AssertionError(f"rank {rank}:\n{error}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.size)]
+
+    def failures(self, function, *args):
+        """The last line of what every rank raised, None where it did not; the pool ends."""
+        if not self.processes:
+            self.start()
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        errors = []
+        for pipe in self.pipes:
+            try:
+                error, _ = pipe.recv()
+            except EOFError:
+                error = "died"
+            errors.append(error and error.strip().splitlines()[-1])
+        self.stop()
+        return errors
