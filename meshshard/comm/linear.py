@@ -19,7 +19,7 @@ from meshshard.comm import _wire
 if TYPE_CHECKING:
     from meshshard.comm.domain import Domain
 
-__all__ = ["Gather", "Redistribute", "Replicate", "Shift", "Sum", "apply", "largest"]
+__all__ = ["Gather", "Redistribute", "Replicate", "Shift", "Sum", "Window", "apply", "largest"]
 
 
 class Linear(Protocol):
@@ -184,26 +184,106 @@ class Shift:
         return Shift(self.domain, moved, -self.steps % size)
 
 
-def largest(domain: Domain, x: Tensor) -> Tensor:
-    """The elementwise maximum over ranks; its gradient is shared among all that attain it."""
-    out: Tensor = _Largest.apply(x, domain)  # type: ignore[no-untyped-call]
-    return out
+@dataclass(frozen=True)
+class Window:
+    """Own rows between up to `reach` rows of the ranks before and after, in global order."""
+
+    domain: Domain
+    sizes: tuple[int, ...]
+    reach: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The rows of the window of this rank, none where it owns none."""
+        send, receive, first, last = self._tables()
+        rows = [x[a:b] for a, b in zip(first, last, strict=True)]
+        return _wire.all_to_all(self.domain, torch.cat(rows), send, receive, "window")
+
+    def adjoint(self) -> Fold:
+        """What windows have of a row, added at its owner."""
+        return Fold(self)
+
+    def _tables(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Rows to and from each rank, and which of mine go there."""
+        ends = [0, *accumulate(self.sizes)]
+        rank, total = self.domain.rank, ends[-1]
+        views = [
+            (max(0, a - self.reach), min(total, b + self.reach)) if b > a else (a, a)
+            for a, b in pairwise(ends)
+        ]
+        mine = ends[rank], ends[rank + 1]
+        to = [(max(a, mine[0]), min(b, mine[1])) for a, b in views]
+        low, high = views[rank]
+        get = [max(0, min(high, b) - max(low, a)) for a, b in pairwise(ends)]
+        first = [max(a - mine[0], 0) for a, _ in to]
+        last = [max(b - mine[0], f) for (_, b), f in zip(to, first, strict=True)]
+        return [b - a for a, b in zip(first, last, strict=True)], get, first, last
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The adjoint of a window."""
+
+    window: Window
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Own rows, each the sum of what all windows have of it."""
+        window = self.window
+        send, receive, first, last = window._tables()
+        back = _wire.all_to_all(window.domain, x, receive, send, "fold")
+        out = x.new_zeros((window.sizes[window.domain.rank], *x.shape[1:]))
+        for part, a, b in zip(torch.split(back, send), first, last, strict=True):
+            out[a:b] += part
+        return out
+
+    def adjoint(self) -> Window:
+        """The window."""
+        return self.window
+
+
+def largest(domain: Domain, x: Tensor, dims: tuple[int, ...] = (), keepdim: bool = False) -> Tensor:
+    """The maximum over some dims and all ranks; its gradient is shared among all global ties.
+
+    A rank without rows takes no part. Integers have no gradient.
+    """
+    if x.is_floating_point():
+        out: Tensor = _Largest.apply(x, domain, dims)  # type: ignore[no-untyped-call]
+    else:
+        out = _top(domain, x, dims)
+    return out if keepdim or not dims else out.reshape(_without(out.shape, dims))
 
 
 class _Largest(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, domain: Domain) -> Tensor:
-        top = _wire.all_reduce(domain, x.clone(), "all_reduce", "max")
+    def forward(ctx: Any, x: Tensor, domain: Domain, dims: tuple[int, ...]) -> Tensor:
+        top = _top(domain, x, dims)
         ctx.save_for_backward(x == top)
-        ctx.domain = domain
+        ctx.domain, ctx.dims = domain, dims
         return top
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (hit,) = ctx.saved_tensors
         hit = hit.to(grad.dtype)
-        share = hit / _wire.all_reduce(ctx.domain, hit.clone(), "all_reduce")
-        return share * apply(Sum(ctx.domain), grad), None
+        ties = hit.sum(ctx.dims, keepdim=True) if ctx.dims else hit.clone()
+        if ctx.domain.size > 1:
+            _wire.all_reduce(ctx.domain, ties, "all_reduce")
+            grad = apply(Sum(ctx.domain), grad)
+        return hit / ties * grad, None, None
+
+
+def _top(domain: Domain, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The maximum with all dims kept, of nothing: the smallest number there is."""
+    if dims and not all(x.shape[d] for d in dims):
+        least = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+        shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
+        top = x.new_full(shape, least)
+    else:
+        top = x.amax(dims, keepdim=True) if dims else x.clone()
+    return top if domain.size == 1 else _wire.all_reduce(domain, top, "all_reduce", "max")
+
+
+def _without(shape: torch.Size, dims: tuple[int, ...]) -> list[int]:
+    return [n for d, n in enumerate(shape) if d not in dims]
 
 
 def _overlaps(have: tuple[int, ...], want: tuple[int, ...], rank: int) -> list[int]:

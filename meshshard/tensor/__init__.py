@@ -1,0 +1,38 @@
+"""tensor: one tensor over the ranks of a domain, and the rules by which torch works on it.
+
+Rules are plain functions in tables, one file a family. A function without a rule is refused by
+name; `shard_rule` adds one.
+"""
+
+from meshshard.tensor import (
+    attributes,
+    core,
+    grids,
+    indexing,
+    losses,
+    norms,
+    pointwise,
+    products,
+    random,
+    reductions,
+    views,
+)
+from meshshard.tensor.build import shard
+from meshshard.tensor.core import NoShardRule, Sharding, ShardTensor, shard_rule
+
+__all__ = ["FAMILIES", "NoShardRule", "ShardTensor", "Sharding", "shard", "shard_rule"]
+
+FAMILIES = {
+    "pointwise": pointwise.RULES,
+    "reductions": reductions.RULES,
+    "products": products.RULES,
+    "views": views.RULES,
+    "indexing": indexing.RULES,
+    "norms": norms.RULES,
+    "losses": losses.RULES,
+    "random": random.RULES,
+    "grids": grids.RULES,
+    "attributes": attributes.RULES,
+}
+for _family in FAMILIES.values():
+    core.RULES.update(_family)

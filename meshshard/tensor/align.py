@@ -1,0 +1,103 @@
+"""Align: several arguments of one operation, brought to the same rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshshard.tensor.core import Sharding, ShardTensor, refuse, sharded
+
+__all__ = ["aligned", "alike", "dim_of", "global_shape", "own_rows", "shape_of"]
+
+
+def alike(func: Any, args: Any, kwargs: Any = None) -> ShardTensor:
+    """The first sharded argument, once all have its sharding.
+
+    Raises:
+        NoShardRule: two shardings meet.
+    """
+    found = sharded([*args, *(kwargs or {}).values()])
+    first = found[0]
+    for other in found[1:]:
+        if other._sharding is first._sharding or other._sharding == first._sharding:
+            continue
+        if other._sharding.domain.group != first._sharding.domain.group:
+            raise refuse(func, args, kwargs, "two domains meet")
+        raise refuse(
+            func, args, kwargs, "two shardings meet: redistribute one to the other's sizes"
+        )
+    return first
+
+
+def aligned(func: Any, args: Any) -> tuple[list[Any], ShardTensor, int]:
+    """Arguments of a broadcasting operation, plain tensors cut to own rows where they have all.
+
+    Returns:
+        The arguments, the first sharded one, and the sharded dim counted from the right.
+
+    Raises:
+        NoShardRule: shardings, or dims, do not match.
+    """
+    first = alike(func, args)
+    sharding = first._sharding
+    back = native_ndim(first) - first._dim
+    out = []
+    for a in args:
+        if type(a) is ShardTensor:
+            if native_ndim(a) - a._dim != back:
+                raise refuse(func, args, None, "sharded dims do not line up")
+        elif isinstance(a, Tensor) and a.ndim >= back:
+            rows = a.shape[a.ndim - back]
+            if rows == sharding.total and rows != 1:
+                a = own_rows(a, sharding, a.ndim - back)
+            elif rows != 1:
+                why = f"a plain tensor has {rows} rows for {sharding.total}"
+                raise refuse(func, args, None, why)
+        out.append(a)
+    return out, first, back
+
+
+def own_rows(x: Tensor, sharding: Sharding, dim: int) -> Tensor:
+    """This rank's rows of a plain tensor that has all of them; its gradient is theirs."""
+    if sharding.domain.size == 1:
+        return x
+    return x.narrow(dim, sharding.first, sharding.own)
+
+
+def shape_of(x: ShardTensor) -> torch.Size:
+    """The global shape."""
+    return global_shape(x, native_shape(x))
+
+
+def global_shape(x: ShardTensor, local: torch.Size) -> torch.Size:
+    """A local shape with the rows of all ranks."""
+    d = x._dim
+    return torch.Size((*local[:d], x._sharding.total, *local[d + 1 :]))
+
+
+def dim_of(dim: int, ndim: int) -> int:
+    """A dim counted from the left.
+
+    Raises:
+        IndexError: as torch does, out of range.
+    """
+    if not -ndim <= dim < max(ndim, 1):
+        raise IndexError(f"Dimension out of range (dims are {-ndim} to {ndim - 1}, got {dim})")
+    return dim % max(ndim, 1)
+
+
+_native = torch._C.DisableTorchFunctionSubclass
+
+
+def native_ndim(x: Tensor) -> int:
+    """Number of dims, asked without a rule."""
+    with _native():
+        return int(x.ndim)
+
+
+def native_shape(x: Tensor) -> torch.Size:
+    """Local shape, asked without a rule."""
+    with _native():
+        return x.shape

@@ -1,0 +1,239 @@
+"""ShardTensor: local rows that answer with the global shape; and what rules are made of.
+
+The local tensor itself carries the class, so C++ autograd, DDP, FSDP2, checkpoints and hooks see an
+ordinary tensor of own rows. Python sees the global shape: every torch function comes to
+`__torch_function__` and is answered by the rule in `RULES`, or refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from meshshard.comm import Domain
+from meshshard.errors import MeshshardError
+
+__all__ = [
+    "RULES",
+    "NoShardRule",
+    "ShardTensor",
+    "Sharding",
+    "name_of",
+    "native",
+    "refuse",
+    "shard_rule",
+    "sharded",
+    "wrap",
+]
+
+Rule = Callable[..., Any]
+R = TypeVar("R", bound=Rule)
+RULES: dict[Any, Rule] = {}
+native = torch._C.DisableTorchFunctionSubclass  # within it, a ShardTensor is its own rows
+_node = torch._C._current_autograd_node
+_in_hook = [False]  # a user's hook on a gradient sees global shapes, though backward is running
+
+
+class NoShardRule(MeshshardError, TypeError):  # noqa: N818 - a word of the docs
+    """A sharded tensor met an operation that has no exact rule."""
+
+
+class Sharding:
+    """How rows are divided: the domain, and how many each of its ranks owns.
+
+    Attributes:
+        domain: the ranks.
+        sizes: rows of each rank: the sharding shapes.
+        total: rows of all.
+        first: id of this rank's first row.
+        origin: (n_own,) int64 row in the source of every own row, which random numbers are keyed
+            by; None where ids are rows in the source.
+    """
+
+    __slots__ = ("domain", "first", "origin", "own", "sizes", "total")
+
+    def __init__(self, domain: Domain, sizes: Sequence[int], origin: Tensor | None = None) -> None:
+        if len(sizes) != domain.size:
+            raise MeshshardError(f"{len(sizes)} sizes for {domain.size} ranks")
+        self.domain = domain
+        self.sizes = tuple(int(n) for n in sizes)
+        self.total = sum(self.sizes)
+        self.first = domain.offset(self.sizes)
+        self.own = self.sizes[domain.rank]
+        self.origin = origin
+
+    def __eq__(self, other: object) -> bool:
+        """Same ranks, same sizes."""
+        return self is other or (
+            isinstance(other, Sharding)
+            and self.domain.group == other.domain.group
+            and self.sizes == other.sizes
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.sizes)
+
+    def __repr__(self) -> str:
+        return f"sizes {self.sizes}"
+
+
+class ShardTensor(Tensor):
+    """Rows of one tensor that is divided over the ranks of a domain.
+
+    `shape` is the global one. Functions work by rules: exact, or refused with `NoShardRule`.
+    Reductions over the sharded dim return plain replicated tensors. Build one with `shard`,
+    `ShardTensor.from_local` or from a shard's field.
+
+    Attributes:
+        sharding: domain and sizes.
+        sharded_dim: the dim that is divided.
+    """
+
+    _sharding: Sharding
+    _dim: int
+
+    @staticmethod
+    def from_local(local: Tensor, sharding: Sharding, dim: int = 0) -> ShardTensor:
+        """Own rows as a sharded tensor; the storage is shared.
+
+        A leaf that wants a gradient gets its global one. Anything else that is being
+        differentiated is in the midst of local autograd, and stays there (see `meshshard.comm`).
+
+        Raises:
+            MeshshardError: the rows are not as many as the sharding says.
+        """
+        dim %= max(local.ndim, 1)
+        if local.ndim == 0 or local.shape[dim] != sharding.own:
+            raise MeshshardError(
+                f"rank {sharding.domain.rank} has a tensor {tuple(local.shape)}, "
+                f"sizes say {sharding.own} rows on dim {dim}"
+            )
+        with native():
+            alias = local.view_as(local)
+            if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
+                scale = 1 / sharding.domain.size
+                alias.register_hook(lambda grad: grad * scale)
+        return wrap(alias, sharding, dim)
+
+    @property
+    def sharding(self) -> Sharding:
+        """Domain and sizes."""
+        return self._sharding
+
+    @property
+    def sharded_dim(self) -> int:
+        """The dim that is divided."""
+        return self._dim
+
+    def to_local(self) -> Tensor:
+        """Own rows as a plain tensor, in the midst of local autograd (see `meshshard.comm`)."""
+        with native():
+            return self.view_as(self)
+
+    def gather(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Without arguments: the whole tensor on every rank, replicated; with, as torch.gather.
+
+        Communication: one all-to-all, forward and backward.
+        """
+        if args or kwargs:
+            return torch.gather(self, *args, **kwargs)
+        rows = self.to_local().movedim(self._dim, 0)
+        domain = self._sharding.domain
+        return domain.all_gather(rows, self._sharding.sizes).movedim(0, self._dim)
+
+    def redistribute(self, sizes: Sequence[int]) -> ShardTensor:
+        """The same rows in the same order under other sizes, to balance after rows were dropped.
+
+        Communication: one all-to-all, forward and backward.
+        """
+        old = self._sharding
+        new = Sharding(old.domain, sizes, _moved(old.origin, old, sizes))
+        rows = self.to_local().movedim(self._dim, 0)
+        moved = old.domain.redistribute(rows, old.sizes, new.sizes)
+        return wrap(moved.movedim(0, self._dim), new, self._dim)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer a torch function by its rule, or refuse it by name."""
+        rule = RULES.get(func)
+        if rule is None:
+            raise refuse(func, args, kwargs)
+        if _node() is not None and not torch.is_grad_enabled() and not _in_hook[0]:
+            with native():  # in the backward of a user's own function: local autograd
+                return func(*args, **(kwargs or {}))
+        return rule(*args, **kwargs) if kwargs else rule(*args)
+
+
+def wrap(local: Tensor, sharding: Sharding, dim: int) -> ShardTensor:
+    """Make a fresh local tensor a sharded one, without a copy and without a node of autograd."""
+    local.__class__ = ShardTensor
+    out: ShardTensor = local  # type: ignore[assignment]
+    out._sharding = sharding
+    out._dim = dim
+    return out
+
+
+def sharded(args: Any) -> list[ShardTensor]:
+    """Every sharded tensor among arguments, one level of lists deep."""
+    found = []
+    for a in args:
+        if type(a) is ShardTensor:
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found += [b for b in a if type(b) is ShardTensor]
+    return found
+
+
+def shard_rule(func: Callable[..., Any]) -> Callable[[R], R]:
+    """Decorator: answer `func` on sharded tensors by the decorated function, of equal signature.
+
+    The rule sees ShardTensors. `x.to_local()` gives own rows, `x.sharding` sizes and domain, whose
+    collectives are differentiable; `ShardTensor.from_local` makes the answer sharded again.
+    """
+
+    def install(rule: R) -> R:
+        RULES[func] = rule
+        return rule
+
+    return install
+
+
+def name_of(func: Any) -> str:
+    """What users call a torch function; attributes by the name of the attribute."""
+    owner = getattr(func, "__self__", None)
+    if getattr(func, "__name__", "") in ("__get__", "__set__") and owner is not None:
+        return f"Tensor.{getattr(owner, '__name__', owner)}"
+    return (
+        str(getattr(func, "__qualname__", func))
+        .replace("TensorBase.", "Tensor.")
+        .replace("_VariableFunctionsClass.", "torch.")
+    )
+
+
+def refuse(func: Any, args: Any = (), kwargs: Any = None, why: str = "") -> NoShardRule:
+    """The error for an operation without an exact rule: its name, shapes, the ways out."""
+    name = name_of(func) if not isinstance(func, str) else func
+    every = [*args, *(kwargs or {}).values()]
+    shapes = ", ".join(
+        f"{tuple(a.shape)} with dim {a._dim} in {a._sharding}" for a in sharded(every)
+    )
+    reason = f" ({why})" if why else ""
+    return NoShardRule(
+        f"{name} has no exact rule for sharded tensors{reason}: {shapes or 'no tensor'}; "
+        f"register one with @shard_rule, or use x.gather() (the whole, on every rank)"
+    )
+
+
+def _moved(origin: Tensor | None, old: Sharding, sizes: Sequence[int]) -> Tensor | None:
+    if origin is None:
+        return None
+    return old.domain.redistribute(origin, old.sizes, tuple(sizes))
