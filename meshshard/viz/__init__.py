@@ -1,0 +1,8 @@
+"""Pictures of partitions: shards on the mesh, halos, the rank graph, bars.
+
+PyVista and VTK load when something is drawn. A machine that cannot draw gets a `RenderError`.
+"""
+
+from meshshard.viz.shards import Style, plot_shards, view
+
+__all__ = ["Style", "plot_shards", "view"]

@@ -1,0 +1,425 @@
+"""Pictures of shards: on the mesh, pulled apart, with their halos, as PNG, HTML or on screen."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshshard.errors import MeshWarning, RenderError
+from meshshard.mesh import Array, Mesh
+from meshshard.viz._canvas import (
+    View,
+    add_labels,
+    add_legend,
+    add_solid_labels,
+    add_title,
+    check_window,
+    legend_columns,
+    look_from,
+    plotter,
+)
+from meshshard.viz._geometry import Drawing, coarsened, cut_lines, drawing_of, kept_by_clip
+from meshshard.viz._page import write_page
+from meshshard.viz._subject import Drawable, Subject, subject_of
+
+__all__ = ["Style", "plot_shards", "view"]
+
+MANY = 24  # shards above which the legend gives numbers only
+
+
+@dataclass(frozen=True)
+class Style:
+    """How shards are drawn.
+
+    Attributes:
+        size: width and height of the picture in pixels.
+        direction: from the mesh to the eye; None for a view from the front, above and aside.
+        clip: "x", "y", "z" keeps the lower half along an axis, "-x", "-y", "-z" the upper one;
+            whole cells are kept. "auto" cuts solids open where some shards lie inside, "" never.
+        lines: the edges along which shards meet.
+        numbers: each shard's number on the part of it that is seen.
+        legend: colours with their shards.
+        halos: in an exploded view, each shard's halo beside it, translucent.
+        flat: colours exactly as in the legend, without light.
+        most: cells (or points) above which a coarser mesh is drawn.
+    """
+
+    size: tuple[int, int] = (1200, 760)
+    direction: tuple[float, float, float] | None = None
+    clip: str = "auto"
+    lines: bool = True
+    numbers: bool = True
+    legend: bool = True
+    halos: bool = True
+    flat: bool = False
+    most: int = 500_000
+
+
+@dataclass(eq=False)
+class _Scene:
+    """What one picture shows: the subject, its own geometry, where shards go, and the notes."""
+
+    subject: Subject
+    style: Style
+    body: Drawing
+    shift: Array
+    halo: int | None
+    notes: list[str] = field(default_factory=list)
+
+
+def plot_shards(
+    what: Drawable,
+    *,
+    labels: Array | None = None,
+    field: str | None = None,
+    explode: float = 0.0,
+    halo: int | None = None,
+    style: Style | None = None,
+) -> Any:
+    """Draw a cut mesh: a colour and a number for every shard, lines where they meet.
+
+    Surfaces are drawn as they are, solids as their outer surface, clouds as points. Shards that
+    exchange rows have colours that differ strongly. A mesh of more than `style.most` cells is
+    drawn coarser, and the picture says so.
+
+    Args:
+        what: a partition, an open folder, the path of a folder, or a mesh with labels.
+        labels: (n,) shard of every cell (or point) of a mesh.
+        field: colour by this field instead of by shard; of a vector its length.
+        explode: move shards away from the middle: 0.5 by half of their distance to it. Each
+            then has its halo beside it, translucent, in the colours of its owners.
+        halo: show one shard and its halo rows, translucent, the others as a shadow.
+        style: everything else.
+
+    Returns:
+        A pyvista Plotter: `.show()`, or `.screenshot("cut.png")`.
+
+    Raises:
+        RenderError: this machine cannot draw, or there is no such field or shard.
+    """
+    return _picture(_scene(subject_of(what, labels), explode, halo, style or Style()), field)
+
+
+def _scene(subject: Subject, explode: float, halo: int | None, style: Style) -> _Scene:
+    """Geometry of a picture, before any pixel."""
+    if halo is not None:
+        subject.check_shard(halo)
+    mesh = subject.solid
+    label = subject.cell_labels if mesh.n_cells else subject.labels
+    whole = _body(mesh, label, explode, style.clip)
+    body = coarsened(whole, style.most)
+    scene = _Scene(subject, style, body, _shifts(subject, explode), halo)
+    if len(body) < len(whole):
+        what = "cells" if mesh.n_cells else "points"
+        note = f"drawn coarser: {len(body):,} of {len(whole):,} {what}"
+        scene.notes.append(note)
+        warnings.warn(f"{subject.name}: {note}", MeshWarning, stacklevel=4)
+    return scene
+
+
+def _body(mesh: Mesh, label: Array, explode: float, clip: str) -> Drawing:
+    """What is drawn of a mesh; closed between shards where these will move apart."""
+    rows = np.arange(len(label))
+    if clip not in ("", "auto"):
+        rows = kept_by_clip(mesh.positions("cells" if mesh.n_cells else "points"), clip)
+    apart = label[rows] if explode else np.zeros(len(rows), np.int64)
+    body = drawing_of(mesh, rows, apart)
+    body = replace(body, shard=label[body.rows])
+    hidden = mesh.dim == 3 and len(np.unique(body.shard)) < len(np.unique(label))
+    return _body(mesh, label, explode, "-y") if hidden and clip == "auto" else body
+
+
+def _shifts(subject: Subject, explode: float) -> Array:
+    """(k, 3) how far each shard is moved."""
+    places = subject.solid.points
+    middle = (places.min(axis=0) + places.max(axis=0)) / 2
+    return np.nan_to_num(explode * (subject.centres - middle))
+
+
+def _picture(scene: _Scene, field: str | None) -> Any:
+    """A plotter with the scene, and title, legend and numbers in the plane of the window."""
+    subject, style = scene.subject, scene.style
+    entries = _entries(subject) if style.legend and field is None else []
+    right = legend_columns(entries, style.size)[1] if entries else (0.12 if field else 0.0)
+    made, seen = _drawn(scene, field)
+    look = _look(scene, seen, (right, 0.09))
+    look.place(made)
+    if entries:
+        heading = f"shard   {subject.entity}" if subject.k <= MANY else "shard"
+        add_legend(made, heading, entries, subject.colours)
+    if style.numbers:
+        add_labels(made, *_numbers(seen, look, scene))
+    add_title(made, _title(subject), _notes(scene, field))
+    return made
+
+
+def _page(scene: _Scene, field: str | None, path: Path) -> None:
+    """A scene to be turned in a browser, with what else a picture says written over it."""
+    subject = scene.subject
+    made, seen = _drawn(scene, field)
+    look = _look(scene, seen, (0.15, 0.15))
+    look.place(made)
+    add_solid_labels(made, *_numbers(seen, look, scene), look)
+    legend = ([], subject.colours[:0]) if field else (_entries(subject), subject.colours)
+    write_page(made, path, _title(subject), _notes(scene, field), legend)
+
+
+def _look(scene: _Scene, seen: Drawing, margins: tuple[float, float]) -> View:
+    """From where: on everything, or from its own side on the one shard that is shown."""
+    style, places, direction = scene.style, seen.mesh.points, scene.style.direction
+    if scene.halo is not None:
+        subject = scene.subject
+        rows = np.append(np.flatnonzero(subject.labels == scene.halo), subject.halos[scene.halo])
+        middle = (places.min(axis=0) + places.max(axis=0)) / 2
+        side = np.where(subject.centres[scene.halo] < middle, -1.0, 1.0)
+        if direction is None and np.ptp(places, axis=0).min() > 0:
+            direction = tuple(side * (0.8, 1.0, 0.6))
+        places = subject.positions[rows] + scene.shift[scene.halo]
+        margins = (margins[0] + 0.1, margins[1] + 0.15)
+    return look_from(places, direction, style.size, margins)
+
+
+def _drawn(scene: _Scene, field: str | None) -> tuple[Any, Drawing]:
+    """A plotter with bodies, halos and lines on it, and the body as it lies there."""
+    made = plotter(scene.style.size)
+    seen = scene.body.moved(scene.shift)
+    if scene.halo is None:
+        _add_body(made, scene, seen, field)
+    else:
+        mine = seen.shard == scene.halo
+        _add_body(made, scene, seen.some(np.flatnonzero(mine)), field)
+        _add_shadow(made, scene, seen.some(np.flatnonzero(~mine)))
+    for shard in _shards_with_halo(scene):
+        _add_halo(made, scene, shard)
+    if scene.style.lines:
+        _add_lines(made, scene)
+    return made, seen
+
+
+def _shards_with_halo(scene: _Scene) -> list[int]:
+    if scene.halo is not None:
+        return [scene.halo]
+    coarse = len(scene.body) >= scene.style.most
+    return list(range(scene.subject.k)) if scene.style.halos and scene.shift.any() and not coarse else []
+
+
+def _notes(scene: _Scene, field: str | None) -> list[str]:
+    """What a picture says below its title."""
+    notes = list(scene.notes)
+    if field is not None:
+        notes.append(f"colour: {field}")
+    if scene.halo is not None:
+        n = len(scene.subject.halos[scene.halo])
+        notes.append(f"shard {scene.halo}; translucent: its halo, {n:,} rows that others own")
+    elif _shards_with_halo(scene):
+        notes.append("translucent: the halo of each shard, rows that others own")
+    return notes
+
+
+def _entries(subject: Subject) -> list[str]:
+    """Texts of the legend; with sizes where there is room."""
+    if subject.k > MANY:
+        return [str(p) for p in range(subject.k)]
+    return [f"{p:>2}    {n:,}" for p, n in enumerate(subject.sizes)]
+
+
+def _title(subject: Subject) -> str:
+    return f"{Path(subject.name).name}: {len(subject.labels):,} {subject.entity} in {subject.k} shards"
+
+
+def _add_body(made: Any, scene: _Scene, seen: Drawing, field: str | None) -> None:
+    """The shards themselves."""
+    from meshshard.io import to_pyvista
+
+    subject, style = scene.subject, scene.style
+    shown = to_pyvista(seen.mesh)
+    options: dict[str, Any] = {"reset_camera": False, **_light(style)}
+    if not seen.mesh.n_cells:
+        options |= {"render_points_as_spheres": True, "point_size": _point_size(len(seen))}
+    if field is not None:
+        shown["value"] = _values(subject, field)[seen.rows]
+        low, high = np.nanpercentile(shown["value"], [1, 99])
+        bar = {"title": " ", "vertical": True, "n_labels": 5, "fmt": "%.4g", "color": "black"}
+        bar |= {"position_x": 0.9, "position_y": 0.2, "height": 0.6, "width": 0.05}
+        made.add_mesh(
+            shown, scalars="value", cmap="viridis", clim=(low, high), scalar_bar_args=bar, **options
+        )
+        return
+    shown["colour"] = subject.colours[seen.shard]
+    made.add_mesh(shown, scalars="colour", rgb=True, **options)
+
+
+def _point_size(n: int) -> float:
+    return float(np.clip(1300 / np.sqrt(max(n, 1)), 2, 14))
+
+
+def _values(subject: Subject, field: str) -> Array:
+    """One number for every cell of the mesh (every point of a cloud)."""
+    mesh = subject.solid
+    known = {**mesh.point_fields, **mesh.cell_fields}
+    if field not in known:
+        have = ", ".join(known) or "none"
+        raise RenderError(f"{subject.name}: no field {field!r}; there are: {have}")
+    values = known[field].astype(np.float64)
+    if values.ndim > 1:
+        values = np.linalg.norm(values.reshape(len(values), -1), axis=1)
+    if mesh.n_cells and field not in mesh.cell_fields:
+        corners = values[mesh.connectivity]
+        values = np.add.reduceat(corners, mesh.offsets[:-1]) / np.diff(mesh.offsets)
+    return values
+
+
+def _add_shadow(made: Any, scene: _Scene, seen: Drawing) -> None:
+    """Shards that are not meant, just visible."""
+    from meshshard.io import to_pyvista
+
+    size = 0.5 * _point_size(len(scene.body))
+    made.add_mesh(
+        to_pyvista(seen.mesh), color="grey", opacity=0.12, point_size=size, reset_camera=False
+    )
+
+
+def _add_halo(made: Any, scene: _Scene, shard: int) -> None:
+    from meshshard.io import to_pyvista
+
+    subject = scene.subject
+    mesh, rows = subject.solid, subject.halos[shard]
+    if not len(rows):
+        return
+    cloud = mesh if subject.entity == "cells" else Mesh(points=mesh.points)
+    shape = drawing_of(cloud, rows, np.zeros(len(rows), np.int64))
+    shape = replace(shape, shard=np.full(len(shape), shard)).moved(scene.shift)
+    shown = to_pyvista(shape.mesh)
+    shown["colour"] = subject.colours[subject.labels[shape.rows]]
+    made.add_mesh(
+        shown,
+        scalars="colour",
+        rgb=True,
+        opacity=0.4,
+        render_points_as_spheres=not cloud.n_cells,
+        point_size=_point_size(len(subject.labels)),
+        reset_camera=False,
+        **_light(scene.style),
+    )
+
+
+def _light(style: Style) -> dict[str, Any]:
+    """Enough shade to see the shape, little enough to tell the colours."""
+    if style.flat:
+        return {"lighting": False}
+    return {"lighting": True, "ambient": 0.45, "diffuse": 0.62, "specular": 0.0}
+
+
+def _add_lines(made: Any, scene: _Scene) -> None:
+    """The edges between shards, on both sides where they are pulled apart."""
+    import pyvista
+
+    body = scene.body
+    ends, sides = cut_lines(body.mesh, body.shard)
+    if not len(ends):
+        return
+    both = [0, 1] if scene.shift.any() else [0]
+    places = np.concatenate(
+        [body.mesh.points[ends] + scene.shift[sides[:, s]][:, None] for s in both]
+    ).reshape(-1, 3)
+    pairs = np.arange(len(places)).reshape(-1, 2)
+    shown = pyvista.PolyData(places, lines=np.insert(pairs, 0, 2, axis=1).ravel())
+    made.add_mesh(shown, color="#1a1a1a", line_width=2, lighting=False, reset_camera=False)
+
+
+def _numbers(seen: Drawing, look: View, scene: _Scene) -> tuple[list[str], Array]:
+    """Texts and places: each shard's number in the middle of the largest part of it that is seen."""
+    size = scene.style.size
+    if scene.halo is not None:
+        seen = seen.some(np.flatnonzero(seen.shard == scene.halo))
+    spots = _spots(seen, look, size)
+    pixels = np.array([[*spot, 0.0] for spot in spots.values()]).reshape(-1, 3)
+    centres = seen.mesh.positions("cells" if seen.mesh.n_cells else "points") + seen.mesh.offset
+    at = look.pixels(centres, size)
+    for i, shard in enumerate(spots):
+        mine = at[seen.shard == shard]
+        near = np.argsort(np.hypot(*(mine[:, :2] - pixels[i, :2]).T))[:5]
+        pixels[i, 2] = mine[near, 2].max()
+    return [str(p) for p in spots], look.places(pixels, size)
+
+
+def _spots(seen: Drawing, look: View, size: tuple[int, int]) -> dict[int, Array]:
+    """Column and row of the point of each shard that is deepest inside what is seen of it."""
+    from scipy.ndimage import binary_closing, distance_transform_edt, find_objects
+
+    number = _number_image(seen, look, size)
+    spots = {}
+    for shard, box in enumerate(find_objects(number)):
+        if box is None:
+            continue
+        mine = np.pad(number[box] == shard + 1, 8)
+        if not seen.mesh.n_cells:
+            mine = binary_closing(mine, iterations=6)
+        depth = distance_transform_edt(mine)
+        row, column = np.unravel_index(int(depth.argmax()), depth.shape)
+        if depth[row, column] >= 7:
+            spots[shard] = np.array([box[1].start + column - 8, box[0].start + row - 8], float)
+    return spots
+
+
+def _number_image(seen: Drawing, look: View, size: tuple[int, int]) -> Array:
+    """(rows, columns) shard seen at each pixel plus one, 0 for none."""
+    from meshshard.io import to_pyvista
+
+    shown = to_pyvista(seen.mesh)
+    code = seen.shard + 1
+    shown["colour"] = np.stack([code >> 16, code >> 8 & 255, code & 255], 1).astype(np.uint8)
+    made = plotter(size, flat=True)
+    made.set_background("black")
+    made.add_mesh(
+        shown, scalars="colour", rgb=True, lighting=False, point_size=_point_size(len(seen))
+    )
+    look.place(made)
+    picture = made.screenshot(return_img=True).astype(np.int64)
+    made.close()
+    return np.asarray(picture[..., 0] << 16 | picture[..., 1] << 8 | picture[..., 2])
+
+
+def view(
+    folder: Drawable,
+    *,
+    png: str | Path | None = None,
+    html: str | Path | None = None,
+    show: bool = False,
+    explode: float = 0.0,
+    field: str | None = None,
+) -> list[Path]:
+    """Draw a folder of shards into files or a window: what `meshshard view` does.
+
+    Args:
+        folder: its path, or anything else that `plot_shards` draws.
+        png: write a picture.
+        html: write a scene to be turned in a browser: one file that needs no other and no network.
+        show: open a window.
+        explode: move shards away from the middle, see `plot_shards`.
+        field: colour by this field.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        RenderError: this machine cannot draw, cannot open a window, or lacks what writes HTML.
+    """
+    scene = _scene(subject_of(folder), explode, None, Style())
+    written = []
+    if html is not None:
+        _page(scene, field, Path(html))
+        written.append(Path(html))
+    if png is not None:
+        made = _picture(scene, field)
+        made.screenshot(str(png))
+        made.close()
+        written.append(Path(png))
+    if show:
+        check_window()
+        _picture(scene, field).show()
+    return written
