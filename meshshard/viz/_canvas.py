@@ -20,10 +20,13 @@ __all__ = [
     "add_legend",
     "add_solid_labels",
     "add_title",
+    "axes_towards",
     "check_rendering",
     "check_window",
+    "direction_on",
     "legend_columns",
     "look_from",
+    "look_into",
     "plotter",
 ]
 
@@ -168,26 +171,17 @@ class View:
 
 
 def look_from(
-    places: Array,
-    direction: tuple[float, float, float] | None,
-    size: tuple[int, int],
-    margins: tuple[float, float],
+    places: Array, direction: Array, size: tuple[int, int], margins: tuple[float, float]
 ) -> View:
     """The view from a direction in which all places fill the window.
 
     Args:
         places: (n, 3) points to be seen.
-        direction: from the mesh to the eye; by default from the front, above and aside, and
-            straight down on what is flat.
+        direction: from the mesh to the eye.
         size: of the window.
         margins: shares of the width at the right and of the height at the top to keep free.
     """
-    towards = np.asarray(direction or _default_direction(places), float)
-    towards = towards / np.linalg.norm(towards)
-    up = np.array([0.0, 1.0, 0.0]) if abs(towards[2]) > 0.9 else np.array([0.0, 0.0, 1.0])
-    right = np.cross(up, towards)
-    right /= np.linalg.norm(right)
-    axes = np.stack([right, np.cross(towards, right), towards])
+    axes = axes_towards(direction)
     seen = places @ axes.T
     low, high = seen.min(axis=0), seen.max(axis=0)
     aspect = size[0] / size[1]
@@ -199,12 +193,30 @@ def look_from(
     return View(middle @ axes, axes, float(scale))
 
 
-def _default_direction(places: Array) -> tuple[float, float, float]:
+def look_into(places: Array, direction: Array, size: tuple[int, int]) -> View:
+    """The view from a direction in which perspective keeps all places inside the window."""
+    axes = axes_towards(direction)
+    middle = (places.min(axis=0) + places.max(axis=0)) / 2
+    across, up, near = ((places - middle) @ axes.T).T
+    width, height = 0.85 * size[0] / size[1] / DISTANCE, 0.8 / DISTANCE
+    distance = np.max(near + np.maximum(np.abs(up) / height, np.abs(across) / width))
+    return View(middle, axes, max(float(distance), 1e-30) / DISTANCE)
+
+
+def direction_on(places: Array) -> Array:
+    """To the eye: from the front, above and aside, and straight on what is flat."""
     extent = np.ptp(places, axis=0)
-    thin = int(extent.argmin())
-    if extent[thin] > 1e-3 * extent.max():
-        return (-0.8, -1.0, 0.6)
-    return tuple(float(i == thin) for i in range(3))  # type: ignore[return-value]
+    flat = extent <= 1e-3 * extent.max()
+    return np.asarray(flat, float) if flat.any() else np.array([-0.8, -1.0, 0.6])
+
+
+def axes_towards(direction: Array) -> Array:
+    """(3, 3) unit vectors to the right, up and towards the eye; z is up unless looked along."""
+    towards = np.asarray(direction, float) / np.linalg.norm(direction)
+    up = np.array([0.0, 1.0, 0.0] if abs(towards[2]) > 0.9 else [0.0, 0.0, 1.0])
+    right = np.cross(up, towards)
+    right /= np.linalg.norm(right)
+    return np.stack([right, np.cross(towards, right), towards])
 
 
 def add_title(made: Any, title: str, notes: list[str]) -> None:
@@ -250,15 +262,20 @@ def add_legend(made: Any, heading: str, entries: list[str], colours: Array) -> N
     step = min(24.0, (height - 90) / max(rows, 1))
     first = height / 2 + step * rows / 2
     left = width * (1 - share)
-    corners = []
+    place = np.arange(len(entries))
+    x = left + (place // rows) * (width - left) / max(columns, 1)
+    y = first - (place % rows + 0.5) * step
+    half = min(8.0, 0.38 * step)
+    boxes = np.stack(
+        [np.stack([x + a, y + b], 1) for a, b in ((0, -half), (20, -half), (20, half), (0, half))], 1
+    )
+    paper = [[(left - 12, 0), (width, 0), (width, height), (left - 12, height)]]
+    white = np.full((1, 3), 255, np.uint8)
+    size = np.array([width, height])
+    _boxes(made, np.concatenate([paper, boxes]) / size, np.concatenate([white, colours]))
     _text(made, heading, (left / width, (first + 0.5 * step) / height), 14, middle=True)
-    for i, entry in enumerate(entries):
-        x = left + (i // rows) * (width - left) / columns
-        y = first - (i % rows + 0.5) * step
-        half = min(8.0, 0.38 * step)
-        corners.append([(x, y - half), (x + 20, y - half), (x + 20, y + half), (x, y + half)])
-        _text(made, entry, ((x + 27) / width, y / height), 14, middle=True)
-    _boxes(made, np.array(corners) / (width, height), colours)
+    for entry, at in zip(entries, np.stack([x + 27, y], 1) / size, strict=True):
+        _text(made, entry, (at[0], at[1]), 14, middle=True)
 
 
 def _boxes(made: Any, corners: Array, colours: Array) -> None:

@@ -15,27 +15,26 @@ __all__ = ["write_page"]
 
 STYLE = """
 .content { position: fixed; inset: 0; }
-.ms-over { position: fixed; z-index: 10; font: 14px/1.5 system-ui, sans-serif; color: #1a1a1a;
+.over { position: fixed; z-index: 10; font: 14px/1.5 system-ui, sans-serif; color: #1a1a1a;
   background: rgba(255, 255, 255, 0.8); padding: 8px 12px; border-radius: 6px; }
-.ms-over b { font-size: 17px; }
-.ms-title { top: 10px; left: 10px; pointer-events: none; }
-.ms-legend { top: 10px; right: 10px; max-height: calc(100vh - 40px); overflow-y: auto; }
-.ms-legend div { display: flex; align-items: center; gap: 8px; }
-.ms-legend i { width: 18px; height: 14px; border-radius: 3px; display: inline-block; }
+.over b { font-size: 17px; }
+.title { top: 10px; left: 10px; pointer-events: none; }
+.legend { top: 10px; right: 10px; max-height: calc(100vh - 40px); overflow-y: auto;
+  white-space: pre; }
+.legend div { display: flex; align-items: center; gap: 8px; }
+.legend i { width: 18px; height: 14px; border-radius: 3px; display: inline-block; }
 """
 
 
-def write_page(
-    made: Any, path: Path, title: str, notes: list[str], legend: tuple[list[str], Array]
-) -> None:
+def write_page(made: Any, path: Path, lines: list[str], legend: list[str], colours: Array) -> None:
     """Write a plotter's scene as a page that needs no other file and no network.
 
     Args:
         made: the plotter; it is closed.
         path: of the file.
-        title: a line at the top left.
-        notes: smaller lines below it.
-        legend: texts and their (n, 3) colours.
+        lines: a title, then notes.
+        legend: a heading, then a text for each colour; no legend where there is none.
+        colours: (n, 3) uint8.
 
     Raises:
         RenderError: the packages that write it are missing.
@@ -45,21 +44,18 @@ def write_page(
         raise RenderError("writing HTML needs more packages: pip install 'meshshard[html]'")
     scene = made.trame.export_html(None).read()
     made.close()
-    over = _title(title, notes) + _legend(*legend)
+    title = escape(lines[0])
+    notes = "".join(f"<br>{escape(note)}" for note in lines[1:])
+    over = f'<div class="over title"><b>{title}</b>{notes}</div>{_legend(legend, colours)}'
     head, tag, tail = scene.rpartition("</body>")
-    head = re.sub("<title>.*?</title>", lambda _: f"<title>{escape(title)}</title>", head, count=1)
+    head = re.sub("<title>.*?</title>", lambda _: f"<title>{title}</title>", head, count=1)
     page = f'{head}<style>{STYLE}</style><div class="content"></div>{over}{tag}{tail}'
     path.write_text(page, encoding="utf-8")
-
-
-def _title(title: str, notes: list[str]) -> str:
-    lines = "".join(f"<br>{escape(note)}" for note in notes)
-    return f'<div class="ms-over ms-title"><b>{escape(title)}</b>{lines}</div>'
 
 
 def _legend(texts: list[str], colours: Array) -> str:
     rows = "".join(
         f'<div><i style="background: rgb({r}, {g}, {b})"></i>{escape(text)}</div>'
-        for text, (r, g, b) in zip(texts, colours.tolist(), strict=True)
+        for text, (r, g, b) in zip(texts[1:], colours.tolist(), strict=False)
     )
-    return f'<div class="ms-over ms-legend">{rows}</div>' if texts else ""
+    return f'<div class="over legend">{escape(texts[0])}{rows}</div>' if rows else ""

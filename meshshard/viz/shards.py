@@ -18,8 +18,10 @@ from meshshard.viz._canvas import (
     add_solid_labels,
     add_title,
     check_window,
+    direction_on,
     legend_columns,
     look_from,
+    look_into,
     plotter,
 )
 from meshshard.viz._geometry import Drawing, coarsened, cut_lines, drawing_of, kept_by_clip
@@ -39,7 +41,7 @@ class Style:
         size: width and height of the picture in pixels.
         direction: from the mesh to the eye; None for a view from the front, above and aside.
         clip: "x", "y", "z" keeps the lower half along an axis, "-x", "-y", "-z" the upper one;
-            whole cells are kept. "auto" cuts solids open where some shards lie inside, "" never.
+            whole cells are kept. "auto" takes the near half off solids, "" nothing.
         lines: the edges along which shards meet.
         numbers: each shard's number on the part of it that is seen.
         legend: colours with their shards.
@@ -110,9 +112,12 @@ def _scene(subject: Subject, explode: float, halo: int | None, style: Style) -> 
         subject.check_shard(halo)
     mesh = subject.solid
     label = subject.cell_labels if mesh.n_cells else subject.labels
-    whole = _body(mesh, label, explode, style.clip)
+    clip = _clip(mesh, style)
+    whole = _body(mesh, label, explode, clip)
     body = coarsened(whole, style.most)
     scene = _Scene(subject, style, body, _shifts(subject, explode), halo)
+    if clip:
+        scene.notes.append(f"cut open in the middle of {clip[-1]}, whole cells kept")
     if len(body) < len(whole):
         what = "cells" if mesh.n_cells else "points"
         note = f"drawn coarser: {len(body):,} of {len(whole):,} {what}"
@@ -123,14 +128,33 @@ def _scene(subject: Subject, explode: float, halo: int | None, style: Style) -> 
 
 def _body(mesh: Mesh, label: Array, explode: float, clip: str) -> Drawing:
     """What is drawn of a mesh; closed between shards where these will move apart."""
-    rows = np.arange(len(label))
-    if clip not in ("", "auto"):
-        rows = kept_by_clip(mesh.positions("cells" if mesh.n_cells else "points"), clip)
+    rows = _kept(mesh, clip)
     apart = label[rows] if explode else np.zeros(len(rows), np.int64)
     body = drawing_of(mesh, rows, apart)
-    body = replace(body, shard=label[body.rows])
-    hidden = mesh.dim == 3 and len(np.unique(body.shard)) < len(np.unique(label))
-    return _body(mesh, label, explode, "-y") if hidden and clip == "auto" else body
+    return replace(body, shard=label[body.rows])
+
+
+def _kept(mesh: Mesh, clip: str) -> Array:
+    """Rows of the cells (points of a cloud) on the side that is kept."""
+    if not clip:
+        return np.arange(mesh.n_cells or mesh.n_points)
+    return kept_by_clip(mesh.positions("cells" if mesh.n_cells else "points"), clip)
+
+
+def _clip(mesh: Mesh, style: Style) -> str:
+    """Which half to keep, "" for both."""
+    if style.clip != "auto":
+        return style.clip
+    if mesh.dim < 3:
+        return ""
+    towards = _direction(style, mesh.points)
+    axis = int(np.abs(towards[:2]).argmax())
+    return ("-" if towards[axis] < 0 else "") + "xyz"[axis]
+
+
+def _direction(style: Style, places: Array) -> Array:
+    """To the eye."""
+    return direction_on(places) if style.direction is None else np.array(style.direction, float)
 
 
 def _shifts(subject: Subject, explode: float) -> Array:
@@ -149,8 +173,7 @@ def _picture(scene: _Scene, field: str | None) -> Any:
     look = _look(scene, seen, (right, 0.09))
     look.place(made)
     if entries:
-        heading = f"shard   {subject.entity}" if subject.k <= MANY else "shard"
-        add_legend(made, heading, entries, subject.colours)
+        add_legend(made, _heading(subject), entries, subject.colours)
     if style.numbers:
         add_labels(made, *_numbers(seen, look, scene))
     add_title(made, _title(subject), _notes(scene, field))
@@ -161,23 +184,26 @@ def _page(scene: _Scene, field: str | None, path: Path) -> None:
     """A scene to be turned in a browser, with what else a picture says written over it."""
     subject = scene.subject
     made, seen = _drawn(scene, field)
-    look = _look(scene, seen, (0.15, 0.15))
+    look = look_into(seen.mesh.points, _direction(scene.style, subject.solid.points), scene.style.size)
     look.place(made)
     add_solid_labels(made, *_numbers(seen, look, scene), look)
-    legend = ([], subject.colours[:0]) if field else (_entries(subject), subject.colours)
-    write_page(made, path, _title(subject), _notes(scene, field), legend)
+    entries = [] if field else _entries(subject)
+    lines = [_title(subject), *_notes(scene, field)]
+    write_page(made, path, lines, [_heading(subject), *entries], subject.colours)
 
 
 def _look(scene: _Scene, seen: Drawing, margins: tuple[float, float]) -> View:
     """From where: on everything, or from its own side on the one shard that is shown."""
-    style, places, direction = scene.style, seen.mesh.points, scene.style.direction
+    style, places = scene.style, seen.mesh.points
+    direction = _direction(style, scene.subject.solid.points)
     if scene.halo is not None:
         subject = scene.subject
-        rows = np.append(np.flatnonzero(subject.labels == scene.halo), subject.halos[scene.halo])
         middle = (places.min(axis=0) + places.max(axis=0)) / 2
-        side = np.where(subject.centres[scene.halo] < middle, -1.0, 1.0)
-        if direction is None and np.ptp(places, axis=0).min() > 0:
-            direction = tuple(side * (0.8, 1.0, 0.6))
+        if style.direction is None:
+            direction = np.where(
+                subject.centres[scene.halo] < middle, -np.abs(direction), np.abs(direction)
+            )
+        rows = np.append(np.flatnonzero(subject.labels == scene.halo), subject.halos[scene.halo])
         places = subject.positions[rows] + scene.shift[scene.halo]
         margins = (margins[0] + 0.1, margins[1] + 0.15)
     return look_from(places, direction, style.size, margins)
@@ -218,6 +244,10 @@ def _notes(scene: _Scene, field: str | None) -> list[str]:
     elif _shards_with_halo(scene):
         notes.append("translucent: the halo of each shard, rows that others own")
     return notes
+
+
+def _heading(subject: Subject) -> str:
+    return f"shard   {subject.entity}" if subject.k <= MANY else "shard"
 
 
 def _entries(subject: Subject) -> list[str]:
@@ -277,9 +307,13 @@ def _add_shadow(made: Any, scene: _Scene, seen: Drawing) -> None:
     """Shards that are not meant, just visible."""
     from meshshard.io import to_pyvista
 
-    size = 0.5 * _point_size(len(scene.body))
+    size = 0.6 * _point_size(len(scene.body))
     made.add_mesh(
-        to_pyvista(seen.mesh), color="grey", opacity=0.12, point_size=size, reset_camera=False
+        to_pyvista(seen.mesh),
+        color="grey",
+        opacity=0.12 if seen.mesh.n_cells else 0.4,
+        point_size=size,
+        reset_camera=False,
     )
 
 
@@ -288,6 +322,8 @@ def _add_halo(made: Any, scene: _Scene, shard: int) -> None:
 
     subject = scene.subject
     mesh, rows = subject.solid, subject.halos[shard]
+    if mesh.dim == 3 and subject.entity == "cells":
+        rows = rows[np.isin(rows, _kept(mesh, _clip(mesh, scene.style)))]
     if not len(rows):
         return
     cloud = mesh if subject.entity == "cells" else Mesh(points=mesh.points)
@@ -301,7 +337,7 @@ def _add_halo(made: Any, scene: _Scene, shard: int) -> None:
         rgb=True,
         opacity=0.4,
         render_points_as_spheres=not cloud.n_cells,
-        point_size=_point_size(len(subject.labels)),
+        point_size=1.4 * _point_size(len(subject.labels)),
         reset_camera=False,
         **_light(scene.style),
     )
@@ -320,6 +356,9 @@ def _add_lines(made: Any, scene: _Scene) -> None:
 
     body = scene.body
     ends, sides = cut_lines(body.mesh, body.shard)
+    if scene.halo is not None:
+        mine = (sides == scene.halo).any(axis=1)
+        ends, sides = ends[mine], sides[mine]
     if not len(ends):
         return
     both = [0, 1] if scene.shift.any() else [0]
