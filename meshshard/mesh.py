@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,6 +120,28 @@ class Mesh:
             point_fields={**self.point_fields, **(point or {})},
         )
 
+    def __repr__(self) -> str:
+        """One line: what it is and how large."""
+        return f"Mesh({self.name}: {self.kind}, {self.n_points:,} points, {self.n_cells:,} cells)"
+
+    def _repr_html_(self) -> str:
+        """A small table for a notebook: size, cells by type, bounds, fields with their ranges."""
+        rows = [("points", f"{self.n_points:,} ({self.points.dtype})")]
+        counts = np.bincount(self.types)
+        names = [f"{counts[t]:,} {CELL_TYPES[int(t)].name}" for t in np.flatnonzero(counts)]
+        rows += [("cells", ", ".join(names))] if names else []
+        if self.n_points:
+            low, high = self.points.min(axis=0), self.points.max(axis=0)
+            rows += [(x, f"{a:.6g} … {b:.6g}") for x, a, b in zip("xyz", low, high, strict=True)]
+        for on, fields in (("cell", self.cell_fields), ("point", self.point_fields)):
+            rows += [(f"{on} {name}", _described(values)) for name, values in fields.items()]
+        body = "".join(
+            f"<tr><th style='text-align:left'>{escape(a)}</th>"
+            f"<td style='text-align:left'>{escape(b)}</td></tr>"
+            for a, b in rows
+        )
+        return f"<b>{escape(self.name)}</b>: {self.kind}<table>{body}</table>"
+
     def centres(self) -> Array:
         """(n_cells, 3) float64 mean of each cell's points, relative to `offset`."""
         out = np.empty((self.n_cells, 3))
@@ -191,6 +214,17 @@ class Mesh:
                 self.connectivity[bounds[0] : bounds[-1]],
                 bounds[:-1] - bounds[0],
             )
+
+
+def _described(values: Array) -> str:
+    """Type, width and range of a field in a few words."""
+    width = int(np.prod(values.shape[1:], dtype=int))
+    text = f"{values.dtype}" + (f" × {width}" if width != 1 else "")
+    real = values[np.isfinite(values)] if values.dtype.kind == "f" else values.ravel()
+    if real.size:
+        text += f", {real.min():.6g} … {real.max():.6g}"
+    lost = values.size - real.size
+    return text + (f", {lost:,} not finite" if lost else "")
 
 
 def vector_area(corners: list[Array]) -> Array:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from meshshard.mesh import Array, Mesh
 from meshshard.partitioners import Given, Metis, Partitioner, label
 from meshshard.plan import Halo, Plan, halo_of, plan_of, runs, send_lists
 from meshshard.quality import Quality, quality_of
+
+if TYPE_CHECKING:
+    from meshshard.viz import Style
 
 __all__ = ["Partition", "entity_of", "partition"]
 
@@ -206,6 +209,19 @@ class Partition:
         from meshshard.store import save
 
         return save(self, path, source=source, force=force)
+
+    def plot(
+        self,
+        *,
+        field: str | None = None,
+        explode: float = 0.0,
+        halo: int | None = None,
+        style: Style | None = None,
+    ) -> Any:
+        """Show it, in a notebook or a window; see `meshshard.viz.plot_shards`."""
+        from meshshard.viz import plot_shards
+
+        return plot_shards(self, field=field, explode=explode, halo=halo, style=style).show()
 
     def __repr__(self) -> str:
         """One line: how many of what, in how many shards."""

@@ -28,6 +28,7 @@ __all__ = [
     "look_from",
     "look_into",
     "plotter",
+    "point_size",
 ]
 
 WINDOW = "VTK_DEFAULT_OPENGL_WINDOW"  # VTK's own name for its choice of window
@@ -111,7 +112,7 @@ def plotter(size: tuple[int, int], flat: bool = False) -> Any:
     import pyvista
 
     hidden = window not in ("", "vtkXOpenGLRenderWindow") or pyvista.OFF_SCREEN
-    made = pyvista.Plotter(
+    made: Any = pyvista.Plotter(
         off_screen=True if hidden or flat else None,
         window_size=list(size),
         lighting="none" if flat else "light kit",
@@ -122,6 +123,11 @@ def plotter(size: tuple[int, int], flat: bool = False) -> Any:
     else:
         made.enable_anti_aliasing("ssaa")
     return made
+
+
+def point_size(n: int) -> float:
+    """Pixels for each of n points of a cloud."""
+    return float(np.clip(1300 / np.sqrt(max(n, 1)), 2, 14))
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,17 +177,16 @@ class View:
 
 
 def look_from(
-    places: Array, direction: Array, size: tuple[int, int], margins: tuple[float, float]
+    places: Array, axes: Array, size: tuple[int, int], margins: tuple[float, float]
 ) -> View:
-    """The view from a direction in which all places fill the window.
+    """The view in which all places fill the window.
 
     Args:
         places: (n, 3) points to be seen.
-        direction: from the mesh to the eye.
+        axes: (3, 3) unit vectors to the right, up, and towards the eye.
         size: of the window.
         margins: shares of the width at the right and of the height at the top to keep free.
     """
-    axes = axes_towards(direction)
     seen = places @ axes.T
     low, high = seen.min(axis=0), seen.max(axis=0)
     aspect = size[0] / size[1]
@@ -193,9 +198,8 @@ def look_from(
     return View(middle @ axes, axes, float(scale))
 
 
-def look_into(places: Array, direction: Array, size: tuple[int, int]) -> View:
-    """The view from a direction in which perspective keeps all places inside the window."""
-    axes = axes_towards(direction)
+def look_into(places: Array, axes: Array, size: tuple[int, int]) -> View:
+    """The view in which perspective keeps all places inside the window."""
     middle = (places.min(axis=0) + places.max(axis=0)) / 2
     across, up, near = ((places - middle) @ axes.T).T
     width, height = 0.85 * size[0] / size[1] / DISTANCE, 0.8 / DISTANCE
@@ -210,11 +214,14 @@ def direction_on(places: Array) -> Array:
     return np.asarray(flat, float) if flat.any() else np.array([-0.8, -1.0, 0.6])
 
 
-def axes_towards(direction: Array) -> Array:
-    """(3, 3) unit vectors to the right, up and towards the eye; z is up unless looked along."""
+def axes_towards(direction: Array, up: tuple[float, float, float] = (0.0, 0.0, 1.0)) -> Array:
+    """(3, 3) unit vectors to the right, up, and towards the eye in a direction from the mesh.
+
+    What points up is turned into the plane of the picture; looking along it y, then x is up.
+    """
     towards = np.asarray(direction, float) / np.linalg.norm(direction)
-    up = np.array([0.0, 1.0, 0.0] if abs(towards[2]) > 0.9 else [0.0, 0.0, 1.0])
-    right = np.cross(up, towards)
+    wanted = [np.asarray(up, float), np.array([0.0, 1.0, 0.0]), np.array([1.0, 0.0, 0.0])]
+    right = next(r for r in (np.cross(u, towards) for u in wanted) if np.linalg.norm(r) > 0.2)
     right /= np.linalg.norm(right)
     return np.stack([right, np.cross(towards, right), towards])
 
@@ -267,7 +274,8 @@ def add_legend(made: Any, heading: str, entries: list[str], colours: Array) -> N
     y = first - (place % rows + 0.5) * step
     half = min(8.0, 0.38 * step)
     boxes = np.stack(
-        [np.stack([x + a, y + b], 1) for a, b in ((0, -half), (20, -half), (20, half), (0, half))], 1
+        [np.stack([x + a, y + b], 1) for a, b in ((0, -half), (20, -half), (20, half), (0, half))],
+        1,
     )
     paper = [[(left - 12, 0), (width, 0), (width, height), (left - 12, height)]]
     white = np.full((1, 3), 255, np.uint8)

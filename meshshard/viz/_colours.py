@@ -50,9 +50,10 @@ def shard_colours(k: int, links: Array) -> Array:
 
 @cache
 def palette(k: int) -> tuple[Array, Array]:
-    """k colours, OKLab (k, 3) float64 and sRGB (k, 3) uint8, each as far as can be from the earlier.
+    """As many colours as wanted, each as far from the earlier ones as can be.
 
-    Neither so light that they fade on white, nor so dark or grey that lines and halos hide in them.
+    Neither so light that they fade on white, nor so dark or grey that lines and halos hide in
+    them. OKLab (k, 3) float64, and sRGB (k, 3) uint8.
     """
     lab, rgb = _candidates()
     first = int(np.argmin(np.abs(rgb - np.array([0.20, 0.47, 0.80])).sum(axis=1)))
@@ -82,7 +83,8 @@ def _apart(some: Array, other: Array) -> Array:
     """Distances between OKLab colours: the smaller of the two kinds of eyes."""
     difference = some - other
     dull = difference * np.array([1.0, RED_GREEN, 1.0])
-    return np.minimum(np.linalg.norm(difference, axis=-1), 1.5 * np.linalg.norm(dull, axis=-1))
+    plain, blind = np.linalg.norm(difference, axis=-1), np.linalg.norm(dull, axis=-1)
+    return np.asarray(np.minimum(plain, 1.5 * blind))
 
 
 def _distances(lab: Array) -> Array:

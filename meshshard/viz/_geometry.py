@@ -152,7 +152,8 @@ def _clustered(points: Array, triangles: Array, width: float) -> _Clustered:
     """Merge the points in each box of a grid of this width; the triangles that are left, once."""
     box = np.floor((points - points.min(axis=0)) / width).astype(np.int64)
     size = box.max(axis=0) + 1
-    key, place = np.unique((box[:, 0] * size[1] + box[:, 1]) * size[2] + box[:, 2], return_inverse=True)
+    packed = (box[:, 0] * size[1] + box[:, 1]) * size[2] + box[:, 2]
+    key, place = np.unique(packed, return_inverse=True)
     count = np.bincount(place)
     mean = np.stack([np.bincount(place, weights=c) / count for c in points.T], 1)
     corners = place[triangles]

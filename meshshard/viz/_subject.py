@@ -68,7 +68,8 @@ class Subject:
         total = np.stack(
             [np.bincount(self.labels, weights=c, minlength=self.k) for c in self.positions.T], 1
         )
-        return np.divide(total, self.sizes[:, None], where=self.sizes[:, None] > 0, out=total * np.nan)
+        owned = self.sizes[:, None]
+        return np.asarray(np.where(owned > 0, total / np.maximum(owned, 1), np.nan))
 
     @property
     def solid(self) -> Mesh:

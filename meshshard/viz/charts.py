@@ -70,7 +70,13 @@ def plot_bars(what: Drawable, *, labels: Array | None = None) -> Svg:
         ]
     mean, bottom = left + float(owned.mean()) * scale, top + step * subject.k
     parts += [
-        _line(np.array([mean, top - 4]), np.array([mean, bottom + 4]), INK, 1.0, "stroke-dasharray='4 3'"),
+        _line(
+            np.array([mean, top - 4]),
+            np.array([mean, bottom + 4]),
+            INK,
+            1.0,
+            "stroke-dasharray='4 3'",
+        ),
         _text(mean, bottom + 20, f"mean of owned {owned.mean():,.1f}", 12, SOFT, "centre"),
     ]
     return _document(width, height, parts)
@@ -92,7 +98,7 @@ def plot_rank_graph(what: Drawable, *, labels: Array | None = None) -> Svg:
     links = np.argwhere(both)
     place = _layout(subject, both) * (width - 2 * edge, height - 2 * edge - 40)
     place += (edge, edge + 40)
-    largest = float(np.clip(170 / np.sqrt(subject.k), 11, 34))
+    largest = float(np.clip(155 / np.sqrt(subject.k), 11, 34))
     radius = largest * np.sqrt(subject.sizes / max(int(subject.sizes.max(initial=1)), 1))
     rows = both[tuple(links.T)]
     heading = f"Who exchanges with whom: {rows.sum():,} rows in one exchange"
@@ -100,13 +106,17 @@ def plot_rank_graph(what: Drawable, *, labels: Array | None = None) -> Svg:
     parts = [_text(14, 24, heading, 16, INK, "bold"), _text(14, 44, note, 12, SOFT)]
     for (a, b), n in zip(links, rows.tolist(), strict=True):
         stroke = 1.0 + 9.0 * n / max(int(rows.max()), 1)
-        parts.append(_line(place[a], place[b], "#8c96a3", stroke, "stroke-opacity='0.55'"))
+        parts.append(
+            _line(place[a].tolist(), place[b].tolist(), "#8c96a3", stroke, "stroke-opacity='0.55'")
+        )
     if len(links) <= 40:
-        parts += [_number((place[a] + place[b]) / 2, f"{n:,}") for (a, b), n in zip(links, rows, strict=True)]
+        middles = place[links].mean(axis=1)
+        parts += [_number(at, f"{n:,}") for at, n in zip(middles, rows, strict=True)]
     for p in range(subject.k):
         parts.append(_disc(place[p], max(radius[p], 3), _hex(subject.colours[p])))
         size = float(np.clip(radius[p] * 0.75, 8, 17))
-        parts.append(_text(*place[p], str(p), size, INK, "bold centre middle"))
+        x, y = place[p].tolist()
+        parts.append(_text(x, y, str(p), size, INK, "bold centre middle"))
     return _document(width, height, parts)
 
 
@@ -141,7 +151,8 @@ def _flattened(subject: Subject) -> Array:
 
 def _unit(place: Array) -> Array:
     low, high = place.min(axis=0), place.max(axis=0)
-    return (place - low) / np.where(high > low, high - low, 1.0) + np.where(high > low, 0.0, 0.5)
+    wide = high > low
+    return np.asarray((place - low) / np.where(wide, high - low, 1.0) + np.where(wide, 0.0, 0.5))
 
 
 def _document(width: float, height: float, parts: Sequence[str]) -> Svg:
@@ -171,7 +182,9 @@ def _box(x: float, y: float, width: float, height: float, colour: str, opacity: 
     )
 
 
-def _line(a: Array, b: Array, colour: str, width: float, how: str = "") -> str:
+def _line(
+    a: Sequence[float] | Array, b: Sequence[float] | Array, colour: str, width: float, how: str = ""
+) -> str:
     return (
         f"<line x1='{a[0]:.1f}' y1='{a[1]:.1f}' x2='{b[0]:.1f}' y2='{b[1]:.1f}' "
         f"stroke='{colour}' stroke-width='{width:.1f}' {how}/>"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from meshshard.errors import MeshWarning, RenderError
+from meshshard.errors import RenderError
 from meshshard.mesh import Array, Mesh
 from meshshard.viz._canvas import (
     View,
@@ -17,60 +16,24 @@ from meshshard.viz._canvas import (
     add_legend,
     add_solid_labels,
     add_title,
+    axes_towards,
     check_window,
-    direction_on,
     legend_columns,
     look_from,
     look_into,
     plotter,
+    point_size,
 )
-from meshshard.viz._geometry import Drawing, coarsened, cut_lines, drawing_of, kept_by_clip
+from meshshard.viz._geometry import Drawing, cut_lines, drawing_of
+from meshshard.viz._numbers import numbers
 from meshshard.viz._page import write_page
+from meshshard.viz._scene import Scene, Style, scene_of
 from meshshard.viz._subject import Drawable, Subject, subject_of
 
 __all__ = ["Style", "plot_shards", "view"]
 
+MOST = 132  # shards above which a picture has no legend
 MANY = 24  # shards above which the legend gives numbers only
-
-
-@dataclass(frozen=True)
-class Style:
-    """How shards are drawn.
-
-    Attributes:
-        size: width and height of the picture in pixels.
-        direction: from the mesh to the eye; None for a view from the front, above and aside.
-        clip: "x", "y", "z" keeps the lower half along an axis, "-x", "-y", "-z" the upper one;
-            whole cells are kept. "auto" takes the near half off solids, "" nothing.
-        lines: the edges along which shards meet.
-        numbers: each shard's number on the part of it that is seen.
-        legend: colours with their shards.
-        halos: in an exploded view, each shard's halo beside it, translucent.
-        flat: colours exactly as in the legend, without light.
-        most: cells (or points) above which a coarser mesh is drawn.
-    """
-
-    size: tuple[int, int] = (1200, 760)
-    direction: tuple[float, float, float] | None = None
-    clip: str = "auto"
-    lines: bool = True
-    numbers: bool = True
-    legend: bool = True
-    halos: bool = True
-    flat: bool = False
-    most: int = 500_000
-
-
-@dataclass(eq=False)
-class _Scene:
-    """What one picture shows: the subject, its own geometry, where shards go, and the notes."""
-
-    subject: Subject
-    style: Style
-    body: Drawing
-    shift: Array
-    halo: int | None
-    notes: list[str] = field(default_factory=list)
 
 
 def plot_shards(
@@ -103,71 +66,14 @@ def plot_shards(
     Raises:
         RenderError: this machine cannot draw, or there is no such field or shard.
     """
-    return _picture(_scene(subject_of(what, labels), explode, halo, style or Style()), field)
+    return _picture(scene_of(subject_of(what, labels), explode, halo, style or Style()), field)
 
 
-def _scene(subject: Subject, explode: float, halo: int | None, style: Style) -> _Scene:
-    """Geometry of a picture, before any pixel."""
-    if halo is not None:
-        subject.check_shard(halo)
-    mesh = subject.solid
-    label = subject.cell_labels if mesh.n_cells else subject.labels
-    clip = _clip(mesh, style)
-    whole = _body(mesh, label, explode, clip)
-    body = coarsened(whole, style.most)
-    scene = _Scene(subject, style, body, _shifts(subject, explode), halo)
-    if clip:
-        scene.notes.append(f"cut open in the middle of {clip[-1]}, whole cells kept")
-    if len(body) < len(whole):
-        what = "cells" if mesh.n_cells else "points"
-        note = f"drawn coarser: {len(body):,} of {len(whole):,} {what}"
-        scene.notes.append(note)
-        warnings.warn(f"{subject.name}: {note}", MeshWarning, stacklevel=4)
-    return scene
-
-
-def _body(mesh: Mesh, label: Array, explode: float, clip: str) -> Drawing:
-    """What is drawn of a mesh; closed between shards where these will move apart."""
-    rows = _kept(mesh, clip)
-    apart = label[rows] if explode else np.zeros(len(rows), np.int64)
-    body = drawing_of(mesh, rows, apart)
-    return replace(body, shard=label[body.rows])
-
-
-def _kept(mesh: Mesh, clip: str) -> Array:
-    """Rows of the cells (points of a cloud) on the side that is kept."""
-    if not clip:
-        return np.arange(mesh.n_cells or mesh.n_points)
-    return kept_by_clip(mesh.positions("cells" if mesh.n_cells else "points"), clip)
-
-
-def _clip(mesh: Mesh, style: Style) -> str:
-    """Which half to keep, "" for both."""
-    if style.clip != "auto":
-        return style.clip
-    if mesh.dim < 3:
-        return ""
-    towards = _direction(style, mesh.points)
-    axis = int(np.abs(towards[:2]).argmax())
-    return ("-" if towards[axis] < 0 else "") + "xyz"[axis]
-
-
-def _direction(style: Style, places: Array) -> Array:
-    """To the eye."""
-    return direction_on(places) if style.direction is None else np.array(style.direction, float)
-
-
-def _shifts(subject: Subject, explode: float) -> Array:
-    """(k, 3) how far each shard is moved."""
-    places = subject.solid.points
-    middle = (places.min(axis=0) + places.max(axis=0)) / 2
-    return np.nan_to_num(explode * (subject.centres - middle))
-
-
-def _picture(scene: _Scene, field: str | None) -> Any:
+def _picture(scene: Scene, field: str | None) -> Any:
     """A plotter with the scene, and title, legend and numbers in the plane of the window."""
     subject, style = scene.subject, scene.style
-    entries = _entries(subject) if style.legend and field is None else []
+    wanted = style.legend and field is None and subject.k <= MOST
+    entries = _entries(subject) if wanted else []
     right = legend_columns(entries, style.size)[1] if entries else (0.12 if field else 0.0)
     made, seen = _drawn(scene, field)
     look = _look(scene, seen, (right, 0.09))
@@ -175,27 +81,28 @@ def _picture(scene: _Scene, field: str | None) -> Any:
     if entries:
         add_legend(made, _heading(subject), entries, subject.colours)
     if style.numbers:
-        add_labels(made, *_numbers(seen, look, scene))
+        add_labels(made, *numbers(_numbered(scene, seen), look, scene.style.size))
     add_title(made, _title(subject), _notes(scene, field))
     return made
 
 
-def _page(scene: _Scene, field: str | None, path: Path) -> None:
+def _page(scene: Scene, field: str | None, path: Path) -> None:
     """A scene to be turned in a browser, with what else a picture says written over it."""
     subject = scene.subject
     made, seen = _drawn(scene, field)
-    look = look_into(seen.mesh.points, _direction(scene.style, subject.solid.points), scene.style.size)
+    look = look_into(
+        seen.mesh.points, axes_towards(scene.direction, scene.style.up), scene.style.size
+    )
     look.place(made)
-    add_solid_labels(made, *_numbers(seen, look, scene), look)
+    add_solid_labels(made, *numbers(_numbered(scene, seen), look, scene.style.size), look)
     entries = [] if field else _entries(subject)
     lines = [_title(subject), *_notes(scene, field)]
     write_page(made, path, lines, [_heading(subject), *entries], subject.colours)
 
 
-def _look(scene: _Scene, seen: Drawing, margins: tuple[float, float]) -> View:
+def _look(scene: Scene, seen: Drawing, margins: tuple[float, float]) -> View:
     """From where: on everything, or from its own side on the one shard that is shown."""
-    style, places = scene.style, seen.mesh.points
-    direction = _direction(style, scene.subject.solid.points)
+    style, places, direction = scene.style, seen.mesh.points, scene.direction
     if scene.halo is not None:
         subject = scene.subject
         middle = (places.min(axis=0) + places.max(axis=0)) / 2
@@ -206,10 +113,17 @@ def _look(scene: _Scene, seen: Drawing, margins: tuple[float, float]) -> View:
         rows = np.append(np.flatnonzero(subject.labels == scene.halo), subject.halos[scene.halo])
         places = subject.positions[rows] + scene.shift[scene.halo]
         margins = (margins[0] + 0.1, margins[1] + 0.15)
-    return look_from(places, direction, style.size, margins)
+    return look_from(places, axes_towards(direction, style.up), style.size, margins)
 
 
-def _drawn(scene: _Scene, field: str | None) -> tuple[Any, Drawing]:
+def _numbered(scene: Scene, seen: Drawing) -> Drawing:
+    """The shards that get a number."""
+    if scene.halo is None:
+        return seen
+    return seen.some(np.flatnonzero(seen.shard == scene.halo))
+
+
+def _drawn(scene: Scene, field: str | None) -> tuple[Any, Drawing]:
     """A plotter with bodies, halos and lines on it, and the body as it lies there."""
     made = plotter(scene.style.size)
     seen = scene.body.moved(scene.shift)
@@ -219,21 +133,14 @@ def _drawn(scene: _Scene, field: str | None) -> tuple[Any, Drawing]:
         mine = seen.shard == scene.halo
         _add_body(made, scene, seen.some(np.flatnonzero(mine)), field)
         _add_shadow(made, scene, seen.some(np.flatnonzero(~mine)))
-    for shard in _shards_with_halo(scene):
+    for shard in scene.shards_with_halo:
         _add_halo(made, scene, shard)
     if scene.style.lines:
         _add_lines(made, scene)
     return made, seen
 
 
-def _shards_with_halo(scene: _Scene) -> list[int]:
-    if scene.halo is not None:
-        return [scene.halo]
-    coarse = len(scene.body) >= scene.style.most
-    return list(range(scene.subject.k)) if scene.style.halos and scene.shift.any() and not coarse else []
-
-
-def _notes(scene: _Scene, field: str | None) -> list[str]:
+def _notes(scene: Scene, field: str | None) -> list[str]:
     """What a picture says below its title."""
     notes = list(scene.notes)
     if field is not None:
@@ -241,7 +148,7 @@ def _notes(scene: _Scene, field: str | None) -> list[str]:
     if scene.halo is not None:
         n = len(scene.subject.halos[scene.halo])
         notes.append(f"shard {scene.halo}; translucent: its halo, {n:,} rows that others own")
-    elif _shards_with_halo(scene):
+    elif scene.shards_with_halo:
         notes.append("translucent: the halo of each shard, rows that others own")
     return notes
 
@@ -258,10 +165,11 @@ def _entries(subject: Subject) -> list[str]:
 
 
 def _title(subject: Subject) -> str:
-    return f"{Path(subject.name).name}: {len(subject.labels):,} {subject.entity} in {subject.k} shards"
+    name, n = Path(subject.name).name, len(subject.labels)
+    return f"{name}: {n:,} {subject.entity} in {subject.k} shards"
 
 
-def _add_body(made: Any, scene: _Scene, seen: Drawing, field: str | None) -> None:
+def _add_body(made: Any, scene: Scene, seen: Drawing, field: str | None) -> None:
     """The shards themselves."""
     from meshshard.io import to_pyvista
 
@@ -269,7 +177,7 @@ def _add_body(made: Any, scene: _Scene, seen: Drawing, field: str | None) -> Non
     shown = to_pyvista(seen.mesh)
     options: dict[str, Any] = {"reset_camera": False, **_light(style)}
     if not seen.mesh.n_cells:
-        options |= {"render_points_as_spheres": True, "point_size": _point_size(len(seen))}
+        options |= {"render_points_as_spheres": True, "point_size": point_size(len(seen))}
     if field is not None:
         shown["value"] = _values(subject, field)[seen.rows]
         low, high = np.nanpercentile(shown["value"], [1, 99])
@@ -281,10 +189,6 @@ def _add_body(made: Any, scene: _Scene, seen: Drawing, field: str | None) -> Non
         return
     shown["colour"] = subject.colours[seen.shard]
     made.add_mesh(shown, scalars="colour", rgb=True, **options)
-
-
-def _point_size(n: int) -> float:
-    return float(np.clip(1300 / np.sqrt(max(n, 1)), 2, 14))
 
 
 def _values(subject: Subject, field: str) -> Array:
@@ -303,27 +207,25 @@ def _values(subject: Subject, field: str) -> Array:
     return values
 
 
-def _add_shadow(made: Any, scene: _Scene, seen: Drawing) -> None:
+def _add_shadow(made: Any, scene: Scene, seen: Drawing) -> None:
     """Shards that are not meant, just visible."""
     from meshshard.io import to_pyvista
 
-    size = 0.6 * _point_size(len(scene.body))
+    size = 0.6 * point_size(len(scene.body))
     made.add_mesh(
         to_pyvista(seen.mesh),
         color="grey",
-        opacity=0.12 if seen.mesh.n_cells else 0.4,
+        opacity=(0.4, 0.4, 0.12, 0.03)[scene.subject.solid.dim],
         point_size=size,
         reset_camera=False,
     )
 
 
-def _add_halo(made: Any, scene: _Scene, shard: int) -> None:
+def _add_halo(made: Any, scene: Scene, shard: int) -> None:
     from meshshard.io import to_pyvista
 
     subject = scene.subject
-    mesh, rows = subject.solid, subject.halos[shard]
-    if mesh.dim == 3 and subject.entity == "cells":
-        rows = rows[np.isin(rows, _kept(mesh, _clip(mesh, scene.style)))]
+    mesh, rows = subject.solid, scene.halo_rows(shard)
     if not len(rows):
         return
     cloud = mesh if subject.entity == "cells" else Mesh(points=mesh.points)
@@ -337,7 +239,7 @@ def _add_halo(made: Any, scene: _Scene, shard: int) -> None:
         rgb=True,
         opacity=0.4,
         render_points_as_spheres=not cloud.n_cells,
-        point_size=1.4 * _point_size(len(subject.labels)),
+        point_size=1.4 * point_size(len(subject.labels)),
         reset_camera=False,
         **_light(scene.style),
     )
@@ -350,7 +252,7 @@ def _light(style: Style) -> dict[str, Any]:
     return {"lighting": True, "ambient": 0.45, "diffuse": 0.62, "specular": 0.0}
 
 
-def _add_lines(made: Any, scene: _Scene) -> None:
+def _add_lines(made: Any, scene: Scene) -> None:
     """The edges between shards, on both sides where they are pulled apart."""
     import pyvista
 
@@ -368,59 +270,6 @@ def _add_lines(made: Any, scene: _Scene) -> None:
     pairs = np.arange(len(places)).reshape(-1, 2)
     shown = pyvista.PolyData(places, lines=np.insert(pairs, 0, 2, axis=1).ravel())
     made.add_mesh(shown, color="#1a1a1a", line_width=2, lighting=False, reset_camera=False)
-
-
-def _numbers(seen: Drawing, look: View, scene: _Scene) -> tuple[list[str], Array]:
-    """Texts and places: each shard's number in the middle of the largest part of it that is seen."""
-    size = scene.style.size
-    if scene.halo is not None:
-        seen = seen.some(np.flatnonzero(seen.shard == scene.halo))
-    spots = _spots(seen, look, size)
-    pixels = np.array([[*spot, 0.0] for spot in spots.values()]).reshape(-1, 3)
-    centres = seen.mesh.positions("cells" if seen.mesh.n_cells else "points") + seen.mesh.offset
-    at = look.pixels(centres, size)
-    for i, shard in enumerate(spots):
-        mine = at[seen.shard == shard]
-        near = np.argsort(np.hypot(*(mine[:, :2] - pixels[i, :2]).T))[:5]
-        pixels[i, 2] = mine[near, 2].max()
-    return [str(p) for p in spots], look.places(pixels, size)
-
-
-def _spots(seen: Drawing, look: View, size: tuple[int, int]) -> dict[int, Array]:
-    """Column and row of the point of each shard that is deepest inside what is seen of it."""
-    from scipy.ndimage import binary_closing, distance_transform_edt, find_objects
-
-    number = _number_image(seen, look, size)
-    spots = {}
-    for shard, box in enumerate(find_objects(number)):
-        if box is None:
-            continue
-        mine = np.pad(number[box] == shard + 1, 8)
-        if not seen.mesh.n_cells:
-            mine = binary_closing(mine, iterations=6)
-        depth = distance_transform_edt(mine)
-        row, column = np.unravel_index(int(depth.argmax()), depth.shape)
-        if depth[row, column] >= 7:
-            spots[shard] = np.array([box[1].start + column - 8, box[0].start + row - 8], float)
-    return spots
-
-
-def _number_image(seen: Drawing, look: View, size: tuple[int, int]) -> Array:
-    """(rows, columns) shard seen at each pixel plus one, 0 for none."""
-    from meshshard.io import to_pyvista
-
-    shown = to_pyvista(seen.mesh)
-    code = seen.shard + 1
-    shown["colour"] = np.stack([code >> 16, code >> 8 & 255, code & 255], 1).astype(np.uint8)
-    made = plotter(size, flat=True)
-    made.set_background("black")
-    made.add_mesh(
-        shown, scalars="colour", rgb=True, lighting=False, point_size=_point_size(len(seen))
-    )
-    look.place(made)
-    picture = made.screenshot(return_img=True).astype(np.int64)
-    made.close()
-    return np.asarray(picture[..., 0] << 16 | picture[..., 1] << 8 | picture[..., 2])
 
 
 def view(
@@ -448,7 +297,7 @@ def view(
     Raises:
         RenderError: this machine cannot draw, cannot open a window, or lacks what writes HTML.
     """
-    scene = _scene(subject_of(folder), explode, None, Style())
+    scene = scene_of(subject_of(folder), explode, None, Style())
     written = []
     if html is not None:
         _page(scene, field, Path(html))
