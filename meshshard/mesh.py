@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshshard.cells import CELL_TYPES
+from meshshard.cells import CELL_TYPES, POLYGON, QUAD, TRIANGLE
 from meshshard.errors import MeshError
 
 __all__ = ["Faces", "Mesh", "vector_area"]
@@ -127,9 +127,7 @@ class Mesh:
     def _repr_html_(self) -> str:
         """A small table for a notebook: size, cells by type, bounds, fields with their ranges."""
         rows = [("points", f"{self.n_points:,} ({self.points.dtype})")]
-        counts = np.bincount(self.types)
-        names = [f"{counts[t]:,} {CELL_TYPES[int(t)].name}" for t in np.flatnonzero(counts)]
-        rows += [("cells", ", ".join(names))] if names else []
+        rows += [("cells", _counted(self))] if self.n_cells else []
         if self.n_points:
             low, high = self.points.min(axis=0), self.points.max(axis=0)
             rows += [(x, f"{a:.6g} … {b:.6g}") for x, a, b in zip("xyz", low, high, strict=True)]
@@ -214,6 +212,17 @@ class Mesh:
                 self.connectivity[bounds[0] : bounds[-1]],
                 bounds[:-1] - bounds[0],
             )
+
+
+def _counted(mesh: Mesh) -> str:
+    """Cells by type; polygons by their corners."""
+    types, corners = mesh.types, np.diff(mesh.offsets)
+    for n, like in ((3, TRIANGLE), (4, QUAD)):
+        types = np.where((types == POLYGON) & (corners == n), np.uint8(like), types)
+    found = np.bincount(types)
+    words = [f"{found[t]:,} {CELL_TYPES[int(t)].name}" for t in np.flatnonzero(found)]
+    most = corners[types == POLYGON].max(initial=0)
+    return ", ".join(words) + (f" (up to {most} corners)" if most else "")
 
 
 def _described(values: Array) -> str:

@@ -98,12 +98,13 @@ def _child_draws(window: str) -> bool:
     return done.returncode == 0
 
 
-def plotter(size: tuple[int, int], flat: bool = False) -> Any:
+def plotter(size: tuple[int, int], *, flat: bool = False, hidden: bool = False) -> Any:
     """An empty pyvista plotter on white; off screen where there is no display.
 
     Args:
         size: width and height in pixels.
         flat: colours exactly as given, without light and without smoothing of edges.
+        hidden: off screen in any case.
     """
     check_rendering()
     window = _window()
@@ -111,9 +112,9 @@ def plotter(size: tuple[int, int], flat: bool = False) -> Any:
         os.environ[WINDOW] = window  # VTK asks here, and prints a line about X where it is empty
     import pyvista
 
-    hidden = window not in ("", "vtkXOpenGLRenderWindow") or pyvista.OFF_SCREEN
+    hidden = hidden or window not in ("", "vtkXOpenGLRenderWindow") or pyvista.OFF_SCREEN
     made: Any = pyvista.Plotter(
-        off_screen=True if hidden or flat else None,
+        off_screen=True if hidden else None,
         window_size=list(size),
         lighting="none" if flat else "light kit",
     )

@@ -56,7 +56,7 @@ def _number_image(seen: Drawing, look: View, size: tuple[int, int]) -> Array:
     shown = to_pyvista(seen.mesh)
     code = seen.shard + 1
     shown["colour"] = np.stack([code >> 16, code >> 8 & 255, code & 255], 1).astype(np.uint8)
-    made = plotter(size, flat=True)
+    made = plotter(size, flat=True, hidden=True)
     made.set_background("black")
     made.add_mesh(
         shown, scalars="colour", rgb=True, lighting=False, point_size=point_size(len(seen))

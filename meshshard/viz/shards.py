@@ -125,7 +125,7 @@ def _numbered(scene: Scene, seen: Drawing) -> Drawing:
 
 def _drawn(scene: Scene, field: str | None) -> tuple[Any, Drawing]:
     """A plotter with bodies, halos and lines on it, and the body as it lies there."""
-    made = plotter(scene.style.size)
+    made = plotter(scene.style.size, flat=scene.style.flat)
     seen = scene.body.moved(scene.shift)
     if scene.halo is None:
         _add_body(made, scene, seen, field)

@@ -1,0 +1,294 @@
+"""Pictures: each is looked at as pixels; a machine without OpenGL gets one line."""
+
+import base64
+import io as streams
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import import_module
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import meshshard
+from meshshard import io
+from meshshard.errors import MeshWarning, RenderError
+from meshshard.graph import Graph
+from meshshard.mesh import Mesh
+from meshshard.partitions import Partition, partition
+from meshshard.viz import Style, plot_bars, plot_rank_graph, plot_shards, view
+from meshshard.viz._colours import palette, shard_colours
+
+SURFACE = Path(meshshard.__file__).parent / "data" / "boundary_1.vtp"
+BARE = Style(size=(600, 400), flat=True, lines=False, numbers=False, legend=False)
+SMALL = Style(size=(600, 400))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return io.read(SURFACE)
+
+
+@pytest.fixture(scope="module")
+def parts(mesh: Mesh) -> Partition:
+    return partition(mesh, 8)
+
+
+def cube(n: int) -> Mesh:
+    """n x n x n hexahedra."""
+    import pyvista
+
+    grid = pyvista.ImageData(dimensions=(n + 1, n + 1, n + 1))
+    grid.cell_data["p"] = np.arange(n**3, dtype=float)
+    return io.from_pyvista(grid, "cube")
+
+
+def shot(what, **options) -> np.ndarray:
+    options.setdefault("style", SMALL)
+    made = plot_shards(what, **options)
+    picture = made.screenshot(return_img=True)
+    made.close()
+    return picture
+
+
+def colours_in(picture: np.ndarray, least: int = 20) -> set[tuple[int, ...]]:
+    """Colours that at least some pixels have, without white, greys and ink."""
+    found, count = np.unique(picture.reshape(-1, 3), axis=0, return_counts=True)
+    found = found[(count >= least) & (np.ptp(found.astype(int), axis=1) > 8)]
+    return {tuple(c) for c in found.tolist()}
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Share of pixels that differ."""
+    return float((a != b).any(axis=2).mean())
+
+
+# ----------------------------------------------------------------------------------------- colours
+@pytest.mark.parametrize("k", [1, 2, 8, 64, 200])
+def test_as_many_colours_as_shards_all_different(k: int) -> None:
+    ring = np.eye(k, k=1, dtype=int)
+    colours = shard_colours(k, ring)
+    assert colours.shape == (k, 3)
+    assert len(np.unique(colours, axis=0)) == k
+
+
+def test_64_colours_are_far_apart_and_neighbours_farther() -> None:
+    lab, rgb = palette(64)
+    place = np.stack(np.meshgrid(range(8), range(8)), -1).reshape(-1, 2)
+    near = np.abs(place[:, None] - place).max(axis=2) == 1
+    order = [rgb.tolist().index(c) for c in shard_colours(64, near.astype(int)).tolist()]
+    apart = np.linalg.norm(lab[order][:, None] - lab[order], axis=2)
+    assert apart[~np.eye(64, dtype=bool)].min() > 0.04
+    assert apart[near].min() > 0.1  # five times what an eye can just tell
+
+
+def test_more_shards_than_colours_still_have_one_each() -> None:
+    assert shard_colours(700, np.zeros((700, 700), int)).shape == (700, 3)
+
+
+# ---------------------------------------------------------------------------------------- pictures
+def test_every_shard_has_its_colour_and_nothing_else_has_one(parts: Partition) -> None:
+    from meshshard.viz._subject import subject_of
+
+    known = {tuple(c) for c in subject_of(parts).colours.tolist()}
+    above = shot(parts, style=Style(size=(600, 400), flat=True, lines=False, numbers=False))
+    assert colours_in(above) == known  # those of hidden shards are in the legend
+
+
+def test_the_body_alone_shows_only_colours_of_shards(parts: Partition) -> None:
+    seen = colours_in(shot(parts, style=BARE), least=60)
+    assert 4 <= len(seen) <= 8
+
+
+def test_numbers_lines_and_legend_each_add_ink(parts: Partition) -> None:
+    bare = shot(parts, style=BARE)
+    for part in ("numbers", "lines", "legend"):
+        more = Style(**{**BARE.__dict__, part: True})
+        assert difference(bare, shot(parts, style=more)) > 1e-3, part
+
+
+def test_explode_and_halo_change_the_picture(parts: Partition) -> None:
+    whole = shot(parts)
+    apart = shot(parts, explode=0.6)
+    one = shot(parts, halo=3)
+    assert difference(whole, apart) > 0.1
+    assert difference(whole, one) > 0.1
+    without = shot(parts, explode=0.6, style=Style(size=(600, 400), halos=False))
+    assert difference(apart, without) > 1e-3
+
+
+def test_a_field_is_drawn_by_name(parts: Partition) -> None:
+    assert difference(shot(parts), shot(parts, field="pMeanTrim")) > 0.1
+    shot(parts, field="wallShearStressMeanTrim")
+    with pytest.raises(RenderError, match="no field 'q'.*pMeanTrim"):
+        plot_shards(parts, field="q")
+
+
+def test_folder_partition_and_labels_make_the_same_picture(
+    mesh: Mesh, parts: Partition, tmp_path: Path
+) -> None:
+    folder = parts.save(tmp_path / "s.shards")
+    first = shot(parts)
+    assert difference(first, shot(folder)) == 0
+    assert difference(first, shot(mesh, labels=parts.labels)) < 1e-3
+
+
+def test_shards_of_points_are_drawn_on_the_cells(mesh: Mesh) -> None:
+    parts = partition(mesh, 5, on="points")
+    assert len(colours_in(shot(parts, style=BARE), least=60)) >= 3
+    shot(parts, explode=0.4)
+
+
+def test_a_cloud_is_drawn_as_points(mesh: Mesh) -> None:
+    parts = partition(Mesh(points=mesh.points[::3]), 6)
+    assert len(colours_in(shot(parts, style=BARE), least=20)) >= 6
+    shot(parts, halo=2)
+    shot(parts, explode=0.5)
+
+
+def test_a_bare_graph_is_drawn_where_it_lies() -> None:
+    ring = np.stack([np.roll(np.arange(60), 1), np.roll(np.arange(60), -1)], 1).ravel()
+    angle = np.linspace(0, 2 * np.pi, 60, endpoint=False)
+    places = np.stack([np.cos(angle), np.sin(angle), 0 * angle], 1)
+    graph = Graph(np.arange(0, 121, 2), ring, symmetric=True, positions=places)
+    assert len(colours_in(shot(partition(graph, 4), style=BARE), least=10)) >= 4
+    nowhere = partition(Graph(np.arange(0, 121, 2), ring, symmetric=True), 4)
+    with pytest.raises(RenderError, match="no place"):
+        plot_shards(nowhere)
+    assert "rows in one exchange" in plot_rank_graph(nowhere).text
+
+
+def test_a_solid_is_cut_open_unless_asked_not_to() -> None:
+    parts = partition(cube(8), 9)
+    inside = shot(parts)
+    assert difference(inside, shot(parts, style=Style(size=(600, 400), clip=""))) > 0.05
+    shot(parts, explode=0.5)
+    shot(parts, halo=4)
+    shot(parts, field="p")
+
+
+def test_large_meshes_are_drawn_coarser_and_say_so(parts: Partition, mesh: Mesh) -> None:
+    with pytest.warns(MeshWarning, match=r"drawn coarser: 1,\d\d\d of 9,794 cells"):
+        coarse = shot(parts, style=Style(size=(600, 400), most=2000))
+    assert difference(coarse, shot(parts)) < 0.25
+    cloud = partition(Mesh(points=mesh.points), 4)
+    with pytest.warns(MeshWarning, match="2,000 of 9,825 points"):
+        shot(cloud, style=Style(size=(600, 400), most=2000))
+
+
+def test_empty_shards_have_a_colour_and_no_place(mesh: Mesh) -> None:
+    labels = np.where(np.arange(mesh.n_cells) < 5000, 0, 2)
+    shot(mesh, labels=labels, explode=0.5)
+    assert "0 + 0" in plot_bars(mesh, labels=labels).text
+    plot_rank_graph(mesh, labels=labels)
+
+
+def test_what_cannot_be_drawn_is_said(mesh: Mesh, parts: Partition, tmp_path: Path) -> None:
+    with pytest.raises(RenderError, match="not cut"):
+        plot_shards(mesh)
+    with pytest.raises(RenderError, match="cut already"):
+        plot_shards(parts, labels=parts.labels)
+    with pytest.raises(RenderError, match="shards are 0 to 7"):
+        plot_shards(parts, halo=8)
+
+
+# ------------------------------------------------------------------------------------------ charts
+@pytest.mark.parametrize("k", [1, 8, 64])
+def test_charts_are_sound_svg_with_every_shard(mesh: Mesh, k: int, tmp_path: Path) -> None:
+    parts = partition(mesh, k)
+    for chart, mark in ((plot_bars(parts), "rect"), (plot_rank_graph(parts), "circle")):
+        root = ElementTree.fromstring(chart.text)
+        marks = root.findall(f".//{{*}}{mark}")
+        assert len(marks) >= k
+        assert not re.search("nan|inf", chart.text)
+        texts = {t.text for t in root.findall(".//{*}text")}
+        assert {str(p) for p in range(k)} <= texts
+        assert chart.save(tmp_path / "chart.svg").read_text() == chart._repr_svg_()
+
+
+# ------------------------------------------------------------------------------------------- files
+def test_view_writes_a_picture_and_a_page(parts: Partition, tmp_path: Path) -> None:
+    folder = parts.save(tmp_path / "s.shards")
+    made = view(folder, png=tmp_path / "a.png", html=tmp_path / "a.html", explode=0.3)
+    assert {p.name for p in made} == {"a.png", "a.html"}
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    page = (tmp_path / "a.html").read_text()
+    assert not re.search(r"""<(script|link|img)[^>]*\b(src|href)\s*=""", page)
+    assert "9,794 cells in 8 shards" in page
+    assert page.count('<i style="background: rgb(') == 8
+    scene = zipfile.ZipFile(streams.BytesIO(base64.b64decode(longest_base64(page))))
+    text = scene.read(scene.namelist()[0]).decode()
+    assert "vtkPolyData" in json.dumps(json.loads(text))
+
+
+def longest_base64(page: str) -> str:
+    return max(re.findall(r'"([A-Za-z0-9+/=]{1000,})"', page), key=len)
+
+
+def test_without_its_packages_a_page_is_refused(
+    parts: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "trame_pyvista", None)
+    with pytest.raises(RenderError, match=re.escape("pip install 'meshshard[html]'")):
+        view(parts, html=tmp_path / "a.html")
+    assert not (tmp_path / "a.html").exists()
+
+
+@pytest.mark.skipif(bool(os.environ.get("DISPLAY")), reason="there is a display")
+def test_no_window_without_a_display(parts: Partition) -> None:
+    with pytest.raises(RenderError, match="no display"):
+        view(parts, show=True)
+
+
+def test_without_opengl_there_is_one_line_and_no_crash(parts: Partition, tmp_path: Path) -> None:
+    folder = parts.save(tmp_path / "s.shards")
+    code = (
+        "import sys; from meshshard.errors import RenderError; from meshshard.viz import view\n"
+        f"try: view({str(folder)!r}, png={str(tmp_path / 'a.png')!r})\n"
+        "except RenderError as error: sys.exit('one line: ' + str(error))"
+    )
+    environment = {**os.environ, "VTK_DEFAULT_OPENGL_WINDOW": "vtkXOpenGLRenderWindow"}
+    environment["DISPLAY"] = ":987"  # no such display
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("one line: this machine cannot draw")
+    assert "apt-get install libgl1" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "a.png").exists()
+
+
+# ------------------------------------------------------------------------------- PyVista, notebooks
+def test_pyvista_meshes_have_the_accessor(mesh: Mesh) -> None:
+    import pyvista
+
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    import_module(project["project"]["entry-points"]["pyvista.accessors"]["meshshard"])
+    parts = pyvista.read(SURFACE).meshshard.partition(8)
+    assert isinstance(parts, Partition)
+    assert parts.k == 8
+    blocks = pyvista.MultiBlock([pyvista.Sphere(), pyvista.Sphere(center=(2, 0, 0))])
+    assert blocks.meshshard.mesh().n_cells == 2 * pyvista.Sphere().n_cells
+
+
+def test_plot_shows_off_screen_too(parts: Partition, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyvista
+
+    monkeypatch.setattr(pyvista, "OFF_SCREEN", True)
+    parts.plot(explode=0.2, style=SMALL)
+
+
+def test_tables_for_notebooks(mesh: Mesh, parts: Partition) -> None:
+    table = mesh._repr_html_()
+    for said in ("surface", "9,825", "quad", "pMeanTrim", "float32 × 3", "…"):
+        assert said in table, said
+    for html in (table, parts._repr_html_()):
+        ElementTree.fromstring(f"<div>{html.replace('<br>', '<br/>')}</div>")
+    assert "point cloud" in Mesh(points=np.zeros((0, 3)))._repr_html_()
