@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,7 +230,7 @@ class Partition:
         return f"Partition({name}: {len(self.origin):,} {self.entity} in {self.k} shards)"
 
     def _repr_html_(self) -> str:
-        return f"<b>{self!r}</b>{self.quality._repr_html_()}"
+        return f"<b>{escape(repr(self))}</b>{self.quality._repr_html_()}"
 
 
 def partition(

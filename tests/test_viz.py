@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from xml.etree import ElementTree
@@ -26,8 +27,8 @@ from meshshard.viz import Style, plot_bars, plot_rank_graph, plot_shards, view
 from meshshard.viz._colours import palette, shard_colours
 
 SURFACE = Path(meshshard.__file__).parent / "data" / "boundary_1.vtp"
-BARE = Style(size=(600, 400), flat=True, lines=False, numbers=False, legend=False)
-SMALL = Style(size=(600, 400))
+BARE = Style(size=(600, 400), off_screen=True, flat=True, lines=False, numbers=False, legend=False)
+SMALL = Style(size=(600, 400), off_screen=True)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_every_shard_has_its_colour_and_nothing_else_has_one(parts: Partition) -
     from meshshard.viz._subject import subject_of
 
     known = {tuple(c) for c in subject_of(parts).colours.tolist()}
-    above = shot(parts, style=Style(size=(600, 400), flat=True, lines=False, numbers=False))
+    above = shot(parts, style=replace(BARE, legend=True))
     assert colours_in(above) == known  # those of hidden shards are in the legend
 
 
@@ -109,7 +110,7 @@ def test_the_body_alone_shows_only_colours_of_shards(parts: Partition) -> None:
 def test_numbers_lines_and_legend_each_add_ink(parts: Partition) -> None:
     bare = shot(parts, style=BARE)
     for part in ("numbers", "lines", "legend"):
-        more = Style(**{**BARE.__dict__, part: True})
+        more = replace(BARE, **{part: True})
         assert difference(bare, shot(parts, style=more)) > 1e-3, part
 
 
@@ -119,14 +120,14 @@ def test_explode_and_halo_change_the_picture(parts: Partition) -> None:
     one = shot(parts, halo=3)
     assert difference(whole, apart) > 0.1
     assert difference(whole, one) > 0.1
-    without = shot(parts, explode=0.6, style=Style(size=(600, 400), halos=False))
+    without = shot(parts, explode=0.6, style=replace(SMALL, halos=False))
     assert difference(apart, without) > 1e-3
 
 
 def test_a_field_is_drawn_by_name(parts: Partition) -> None:
     assert difference(shot(parts), shot(parts, field="pMeanTrim")) > 0.1
     shot(parts, field="wallShearStressMeanTrim")
-    with pytest.raises(RenderError, match="no field 'q'.*pMeanTrim"):
+    with pytest.raises(RenderError, match=r"no field 'q'.*pMeanTrim"):
         plot_shards(parts, field="q")
 
 
@@ -167,7 +168,7 @@ def test_a_bare_graph_is_drawn_where_it_lies() -> None:
 def test_a_solid_is_cut_open_unless_asked_not_to() -> None:
     parts = partition(cube(8), 9)
     inside = shot(parts)
-    assert difference(inside, shot(parts, style=Style(size=(600, 400), clip=""))) > 0.05
+    assert difference(inside, shot(parts, style=replace(SMALL, clip=""))) > 0.05
     shot(parts, explode=0.5)
     shot(parts, halo=4)
     shot(parts, field="p")
@@ -175,11 +176,11 @@ def test_a_solid_is_cut_open_unless_asked_not_to() -> None:
 
 def test_large_meshes_are_drawn_coarser_and_say_so(parts: Partition, mesh: Mesh) -> None:
     with pytest.warns(MeshWarning, match=r"drawn coarser: 1,\d\d\d of 9,794 cells"):
-        coarse = shot(parts, style=Style(size=(600, 400), most=2000))
+        coarse = shot(parts, style=replace(SMALL, most=2000))
     assert difference(coarse, shot(parts)) < 0.25
     cloud = partition(Mesh(points=mesh.points), 4)
     with pytest.warns(MeshWarning, match="2,000 of 9,825 points"):
-        shot(cloud, style=Style(size=(600, 400), most=2000))
+        shot(cloud, style=replace(SMALL, most=2000))
 
 
 def test_empty_shards_have_a_colour_and_no_place(mesh: Mesh) -> None:

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 WINDOW = "VTK_DEFAULT_OPENGL_WINDOW"  # VTK's own name for its choice of window
+OFF_SCREEN = ("vtkEGLRenderWindow", "vtkOSOpenGLRenderWindow")
 PACKAGES = "libgl1 libegl1 libegl-mesa0 libgl1-mesa-dri libxrender1"
 PROBE = """
 from vtkmodules.vtkRenderingCore import vtkRenderer, vtkRenderWindow, vtkWindowToImageFilter
@@ -47,27 +48,32 @@ picture = vtkWindowToImageFilter()
 picture.SetInput(window)
 picture.Update()
 red = picture.GetOutput().GetScalarComponentAsFloat(4, 4, 0, 0)
-raise SystemExit(0 if red == 255.0 else 3)
+print(window.GetClassName() if red == 255.0 else "")
 """
 INK = "#1a1a1a"
 DISTANCE = 3.73  # at which a perspective of 30 degrees, as browsers use it, shows the same
 
 
-def check_rendering() -> None:
-    """Do nothing if this machine can draw.
+def check_rendering() -> str:
+    """The window to draw in, by the name of its VTK class.
 
-    VTK ends the process where OpenGL is missing, so a child process tries first, once.
+    VTK ends the process where OpenGL is missing, so a child process tries first, once for each
+    kind of window: the one that is set, else on the display if there is one, else off screen.
 
     Raises:
-        RenderError: naming the packages that are missing.
+        RenderError: none draws; naming the packages that are missing.
     """
-    if not _child_draws(_window()):
-        chosen = os.environ.get(WINDOW)
-        also = f" ({WINDOW}={chosen} is set: unset it, or set it right)" if chosen else ""
-        raise RenderError(
-            "this machine cannot draw: OpenGL is missing; "
-            f"on Debian or Ubuntu: apt-get install {PACKAGES}{also}"
-        )
+    chosen = os.environ.get(WINDOW)
+    has_display = sys.platform != "linux" or bool(os.environ.get("DISPLAY"))
+    windows = [chosen] if chosen else [*([""] if has_display else []), *OFF_SCREEN]
+    for window in windows:
+        if found := _tried(window, os.environ.get("DISPLAY")):
+            return found
+    also = f" ({WINDOW}={chosen} is set: unset it, or set it right)" if chosen else ""
+    raise RenderError(
+        "this machine cannot draw: OpenGL is missing; "
+        f"on Debian or Ubuntu: apt-get install {PACKAGES}{also}"
+    )
 
 
 def check_window() -> None:
@@ -76,26 +82,25 @@ def check_window() -> None:
     Raises:
         RenderError: there is no display.
     """
-    if _window() not in ("", "vtkXOpenGLRenderWindow"):
+    if check_rendering() in OFF_SCREEN:
         raise RenderError("there is no display to open a window on; write a file: --png or --html")
 
 
-def _window() -> str:
-    """The window to draw in: what is set, X where there is a display, else off screen by EGL."""
-    has_display = sys.platform != "linux" or os.environ.get("DISPLAY")
-    return os.environ.get(WINDOW) or ("" if has_display else "vtkEGLRenderWindow")
-
-
 @cache
-def _child_draws(window: str) -> bool:
+def _tried(window: str, display: str | None) -> str:
+    """What a child process draws in, asked for a kind of window; "" if it cannot."""
     environment = {**os.environ, WINDOW: window} if window else dict(os.environ)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", PROBE], env=environment, capture_output=True, timeout=120
+            [sys.executable, "-c", PROBE],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def plotter(size: tuple[int, int], *, flat: bool = False, hidden: bool = False) -> Any:
@@ -106,13 +111,12 @@ def plotter(size: tuple[int, int], *, flat: bool = False, hidden: bool = False) 
         flat: colours exactly as given, without light and without smoothing of edges.
         hidden: off screen in any case.
     """
-    check_rendering()
-    window = _window()
-    if window and not os.environ.get(WINDOW):
+    window = check_rendering()
+    if window in OFF_SCREEN:
         os.environ[WINDOW] = window  # VTK asks here, and prints a line about X where it is empty
     import pyvista
 
-    hidden = hidden or window not in ("", "vtkXOpenGLRenderWindow") or pyvista.OFF_SCREEN
+    hidden = hidden or window in OFF_SCREEN or pyvista.OFF_SCREEN
     made: Any = pyvista.Plotter(
         off_screen=True if hidden else None,
         window_size=list(size),

@@ -18,7 +18,7 @@ FONT = "font-family='Helvetica, Arial, sans-serif'"
 INK, SOFT = "#1a1a1a", "#777777"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Svg:
     """A chart: shown by notebooks, saved as a file.
 
@@ -27,6 +27,9 @@ class Svg:
     """
 
     text: str
+
+    def __repr__(self) -> str:
+        return f"Svg({len(self.text):,} characters)"
 
     def _repr_svg_(self) -> str:
         return self.text

@@ -30,6 +30,7 @@ class Style:
         numbers: each shard's number on the part of it that is seen.
         legend: colours with their shards.
         halos: in an exploded view, each shard's halo beside it, translucent.
+        off_screen: never a window, so that `.screenshot()` needs no `.show()` before it.
         flat: colours exactly as in the legend, without light.
         most: cells (or points) above which a coarser mesh is drawn.
     """
@@ -42,6 +43,7 @@ class Style:
     numbers: bool = True
     legend: bool = True
     halos: bool = True
+    off_screen: bool = False
     flat: bool = False
     most: int = 500_000
 

@@ -61,7 +61,7 @@ def plot_shards(
         style: everything else.
 
     Returns:
-        A pyvista Plotter: `.show()`, or `.screenshot("cut.png")`.
+        A pyvista Plotter: `.show()`, or `.show(screenshot="cut.png")`.
 
     Raises:
         RenderError: this machine cannot draw, or there is no such field or shard.
@@ -125,7 +125,8 @@ def _numbered(scene: Scene, seen: Drawing) -> Drawing:
 
 def _drawn(scene: Scene, field: str | None) -> tuple[Any, Drawing]:
     """A plotter with bodies, halos and lines on it, and the body as it lies there."""
-    made = plotter(scene.style.size, flat=scene.style.flat)
+    style = scene.style
+    made = plotter(style.size, flat=style.flat, hidden=style.off_screen)
     seen = scene.body.moved(scene.shift)
     if scene.halo is None:
         _add_body(made, scene, seen, field)
@@ -135,7 +136,7 @@ def _drawn(scene: Scene, field: str | None) -> tuple[Any, Drawing]:
         _add_shadow(made, scene, seen.some(np.flatnonzero(~mine)))
     for shard in scene.shards_with_halo:
         _add_halo(made, scene, shard)
-    if scene.style.lines:
+    if style.lines:
         _add_lines(made, scene)
     return made, seen
 
@@ -297,7 +298,7 @@ def view(
     Raises:
         RenderError: this machine cannot draw, cannot open a window, or lacks what writes HTML.
     """
-    scene = scene_of(subject_of(folder), explode, None, Style())
+    scene = scene_of(subject_of(folder), explode, None, Style(off_screen=True))
     written = []
     if html is not None:
         _page(scene, field, Path(html))
@@ -309,5 +310,6 @@ def view(
         written.append(Path(png))
     if show:
         check_window()
+        scene.style = Style()
         _picture(scene, field).show()
     return written
