@@ -228,14 +228,21 @@ def test_view_writes_a_picture_and_a_page(parts: Partition, tmp_path: Path) -> N
     assert "vtkPolyData" in json.dumps(json.loads(text))
 
 
+def test_a_page_of_a_field_has_its_scale(parts: Partition, tmp_path: Path) -> None:
+    view(parts, html=tmp_path / "a.html", field="pMeanTrim")
+    page = (tmp_path / "a.html").read_text()
+    assert "colour: pMeanTrim" in page
+    assert page.count('<i style="background: rgb(') == 9
+
+
 def longest_base64(page: str) -> str:
     return max(re.findall(r'"([A-Za-z0-9+/=]{1000,})"', page), key=len)
 
 
-def test_without_its_packages_a_page_is_refused(
+def test_without_its_package_a_page_is_refused(
     parts: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "trame_pyvista", None)
+    monkeypatch.setitem(sys.modules, "trame_vtk.tools.vtksz2html", None)
     with pytest.raises(RenderError, match=re.escape("pip install 'meshshard[html]'")):
         view(parts, html=tmp_path / "a.html")
     assert not (tmp_path / "a.html").exists()

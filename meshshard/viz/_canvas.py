@@ -337,5 +337,8 @@ def add_solid_labels(made: Any, texts: list[str], places: Array, view: View) -> 
     height = 0.045 * view.scale
     for text, place in zip(texts, places, strict=True):
         letters = pyvista.Text3D(text, depth=0.0, height=height, center=(0.0, 0.0, 0.0))
-        letters.points = letters.points @ view.axes + place + height * view.axes[2]
-        made.add_mesh(letters, color=INK, lighting=False, reset_camera=False)
+        width = float(np.ptp(letters.points[:, 0])) + 0.6 * height
+        plate = pyvista.Plane(i_size=width, j_size=1.5 * height, i_resolution=1, j_resolution=1)
+        for shape, colour, lift in ((plate, "white", 0.9), (letters, INK, 1.0)):
+            shape.points = shape.points @ view.axes + place + lift * height * view.axes[2]
+            made.add_mesh(shape, color=colour, lighting=False, reset_camera=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import io
+import json
 import re
+import zipfile
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -37,12 +39,9 @@ def write_page(made: Any, path: Path, lines: list[str], legend: list[str], colou
         colours: (n, 3) uint8.
 
     Raises:
-        RenderError: the packages that write it are missing.
+        RenderError: the package that writes it is missing.
     """
-    if importlib.util.find_spec("trame_pyvista") is None:
-        made.close()
-        raise RenderError("writing HTML needs more packages: pip install 'meshshard[html]'")
-    scene = made.trame.export_html(None).read()
+    scene = _viewer(made)
     made.close()
     title = escape(lines[0])
     notes = "".join(f"<br>{escape(note)}" for note in lines[1:])
@@ -51,6 +50,42 @@ def write_page(made: Any, path: Path, lines: list[str], legend: list[str], colou
     head = re.sub("<title>.*?</title>", lambda _: f"<title>{title}</title>", head, count=1)
     page = f'{head}<style>{STYLE}</style><div class="content"></div>{over}{tag}{tail}'
     path.write_text(page, encoding="utf-8")
+
+
+def _viewer(made: Any) -> str:
+    """A page with the scene in it and the program that shows it, from trame-vtk's own parts.
+
+    Its server, which PyVista would start for this, opens a port and asks the network for files
+    that no page needs.
+    """
+    try:
+        from trame_vtk.modules.vtk import serializers
+        from trame_vtk.tools.vtksz2html import write_html
+    except ImportError:
+        made.close()
+        raise RenderError(
+            "writing HTML needs one more package: pip install 'meshshard[html]'"
+        ) from None
+    made.render()
+    window = made.render_window
+    serializers.initialize_serializers()
+    context = serializers.SynchronizationContext()
+    context.set_ignore_last_dependencies(True)
+    scene = serializers.serialize(None, window, serializers.reference_id(window), context, 1)
+    scene["extra"] = {
+        "vtkRefId": serializers.reference_id(window),
+        "centerOfRotation": made.camera.focal_point,
+        "camera": serializers.reference_id(made.camera),
+    }
+    arrays = {
+        entry["hash"]: {**entry, "content": context.get_cached_data_array(entry["hash"], False)}
+        for entry in serializers.extract_array_hash(scene)
+    }
+    packed, page = io.BytesIO(), io.StringIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("index.json", json.dumps({"hashes": arrays, "scene": scene}))
+    write_html(packed.getvalue(), page)
+    return page.getvalue()
 
 
 def _legend(texts: list[str], colours: Array) -> str:

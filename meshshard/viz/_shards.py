@@ -33,6 +33,7 @@ from meshshard.viz._subject import Drawable, Subject, subject_of
 __all__ = ["Style", "plot_shards", "view"]
 
 MOST = 132  # shards above which a picture has no legend
+COLOURS = "viridis"  # of fields
 MANY = 24  # shards above which the legend gives numbers only
 
 
@@ -90,14 +91,36 @@ def _page(scene: Scene, field: str | None, path: Path) -> None:
     """A scene to be turned in a browser, with what else a picture says written over it."""
     subject = scene.subject
     made, seen = _drawn(scene, field)
+    for title in list(made.scalar_bars.keys()):
+        made.remove_scalar_bar(title)  # the page has its own
     look = look_into(
         seen.mesh.points, axes_towards(scene.direction, scene.style.up), scene.style.size
     )
     look.place(made)
     add_solid_labels(made, *numbers(_numbered(scene, seen), look, scene.style.size), look)
-    entries = [] if field else _entries(subject)
     lines = [_title(subject), *_notes(scene, field)]
-    write_page(made, path, lines, [_heading(subject), *entries], subject.colours)
+    if field is None:
+        legend, colours = [_heading(subject), *_entries(subject)], subject.colours
+    else:
+        legend, colours = _scale(_values(subject, field)[seen.rows], field)
+    write_page(made, path, lines, legend, colours)
+
+
+def _scale(values: Array, field: str) -> tuple[list[str], Array]:
+    """Steps of a field's colours, largest first, for a page."""
+    import pyvista
+
+    low, high = _range(values)
+    steps = np.linspace(1, 0, 9)
+    colours = pyvista.LookupTable(COLOURS, n_values=256).values[np.round(steps * 255).astype(int)]
+    return [field, *(f"{low + s * (high - low):.4g}" for s in steps)], colours[:, :3]
+
+
+def _range(values: Array) -> tuple[float, float]:
+    """What the colours span: all but the last hundredth at either end."""
+    known = values[np.isfinite(values)]
+    low, high = np.percentile(known, [1, 99]) if len(known) else (0.0, 1.0)
+    return float(low), float(high)
 
 
 def _look(scene: Scene, seen: Drawing, margins: tuple[float, float]) -> View:
@@ -181,11 +204,11 @@ def _add_body(made: Any, scene: Scene, seen: Drawing, field: str | None) -> None
         options |= {"render_points_as_spheres": True, "point_size": point_size(len(seen))}
     if field is not None:
         shown["value"] = _values(subject, field)[seen.rows]
-        low, high = np.nanpercentile(shown["value"], [1, 99])
+        clim = _range(shown["value"])
         bar = {"title": " ", "vertical": True, "n_labels": 5, "fmt": "%.4g", "color": "black"}
         bar |= {"position_x": 0.9, "position_y": 0.2, "height": 0.6, "width": 0.05}
         made.add_mesh(
-            shown, scalars="value", cmap="viridis", clim=(low, high), scalar_bar_args=bar, **options
+            shown, scalars="value", cmap=COLOURS, clim=clim, scalar_bar_args=bar, **options
         )
         return
     shown["colour"] = subject.colours[seen.shard]
