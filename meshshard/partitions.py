@@ -17,7 +17,16 @@ from meshshard.graph import Graph, cell_graph, cuthill_mckee, knn_graph, point_g
 from meshshard.inspection import glue
 from meshshard.mesh import Array, Mesh
 from meshshard.partitioners import Given, Metis, Partitioner, label
-from meshshard.plan import Halo, Plan, halo_of, plan_of, runs, send_lists
+from meshshard.plan import (
+    Halo,
+    Plan,
+    check_edges,
+    halo_of,
+    plan_of,
+    received,
+    runs,
+    send_lists,
+)
 from meshshard.quality import Quality, quality_of
 
 if TYPE_CHECKING:
@@ -170,38 +179,10 @@ class Partition:
             raise PartitionError(f"shards own {self.sizes.sum()} rows, not each of {n} once")
         plans = [self.plan(p) for p in range(self.k)]
         for plan in plans:
-            received = self._received(plans, plan.shard)
-            if len(received) != len(plan.halo) or (received != plan.halo).any():
+            if not np.array_equal(received(plans, plan.shard), plan.halo):
                 raise PartitionError(f"shard {plan.shard}: rows sent are not the rows it needs")
-            self._check_edges(plan)
+            check_edges(plan, self.graph, int(self.offsets[plan.shard]))
         return self
-
-    def _received(self, plans: list[Plan], shard: int) -> Array:
-        """Ids that peers send to a shard, in the order of the peers."""
-        parts = [np.zeros(0, np.int64)]
-        for peer in plans:
-            stop = np.cumsum(peer.send_counts)[shard]
-            rows = peer.send_rows[stop - peer.send_counts[shard] : stop]
-            parts.append(rows + self.offsets[peer.shard])
-        return np.concatenate(parts)
-
-    def _check_edges(self, plan: Plan) -> None:
-        """Local sources, seen as ids, are the graph's own."""
-        own = np.arange(self.offsets[plan.shard], self.offsets[plan.shard + 1])
-        ids = np.concatenate([own, plan.halo])
-        if len(plan.indices) and not 0 <= plan.indices.min() <= plan.indices.max() < len(ids):
-            raise PartitionError(f"shard {plan.shard}: an edge has no local source")
-        known = np.diff(plan.indptr) > 0
-        known[: plan.n_owned] = True
-        for row in (known, np.arange(len(ids)) < plan.n_owned):
-            starts, stops = self.graph.indptr[ids[row]], self.graph.indptr[ids[row] + 1]
-            if (np.diff(plan.indptr)[row] != stops - starts).any():
-                raise PartitionError(f"shard {plan.shard}: a row has lost in-edges")
-        first = self.graph.indices[self.graph.indptr[own[0]] :] if len(own) else own
-        count = plan.indptr[plan.n_owned]
-        wrong = np.flatnonzero(ids[plan.indices[:count]] != first[:count])
-        if len(wrong):
-            raise PartitionError(f"shard {plan.shard}: edge {wrong[0]} has another source")
 
     def save(
         self, path: str | Path, *, source: str | Path | None = None, force: bool = False

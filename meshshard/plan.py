@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from meshshard.errors import PartitionError
 from meshshard.facets import ranges
 from meshshard.graph import Graph
 from meshshard.mesh import Array
 
-__all__ = ["Halo", "Plan", "halo_of", "plan_of", "runs", "send_lists"]
+__all__ = ["Halo", "Plan", "check_edges", "halo_of", "plan_of", "received", "runs", "send_lists"]
 
 
 class Halo(NamedTuple):
@@ -157,6 +159,45 @@ def plan_of(
         send_counts=counts[:, shard],
         recv_counts=counts[shard],
     )
+
+
+def received(plans: Sequence[Plan], shard: int) -> Array:
+    """Ids that the plans of all shards send to one of them, in the order of the senders."""
+    parts, first = [np.zeros(0, np.int64)], 0
+    for peer in plans:
+        stop = int(np.cumsum(peer.send_counts)[shard])
+        rows = peer.send_rows[stop - int(peer.send_counts[shard]) : stop]
+        parts.append(rows.astype(np.int64) + first)
+        first += peer.n_owned
+    return np.concatenate(parts)
+
+
+def check_edges(plan: Plan, graph: Graph, first: int) -> None:
+    """Do nothing if local sources, seen as ids, are the graph's own.
+
+    Args:
+        plan: of one shard.
+        graph: in shard order.
+        first: id of its first owned row.
+
+    Raises:
+        PartitionError: naming the shard and the edge that is wrong.
+    """
+    own = np.arange(first, first + plan.n_owned)
+    ids = np.concatenate([own, plan.halo])
+    if len(plan.indices) and not 0 <= plan.indices.min() <= plan.indices.max() < len(ids):
+        raise PartitionError(f"shard {plan.shard}: an edge has no local source")
+    known = np.diff(plan.indptr) > 0
+    known[: plan.n_owned] = True
+    for row in (known, np.arange(len(ids)) < plan.n_owned):
+        starts, stops = graph.indptr[ids[row]], graph.indptr[ids[row] + 1]
+        if (np.diff(plan.indptr)[row] != stops - starts).any():
+            raise PartitionError(f"shard {plan.shard}: a row has lost in-edges")
+    sources = graph.indices[graph.indptr[first] :] if len(own) else own
+    count = plan.indptr[plan.n_owned]
+    wrong = np.flatnonzero(ids[plan.indices[:count]] != sources[:count])
+    if len(wrong):
+        raise PartitionError(f"shard {plan.shard}: edge {wrong[0]} has another source")
 
 
 def runs(sizes: Array, ranks: int) -> Array:
