@@ -219,10 +219,12 @@ def _counted(mesh: Mesh) -> str:
     types, corners = mesh.types, np.diff(mesh.offsets)
     for n, like in ((3, TRIANGLE), (4, QUAD)):
         types = np.where((types == POLYGON) & (corners == n), np.uint8(like), types)
+    most = f" (up to {corners[types == POLYGON].max(initial=0)} corners)"
     found = np.bincount(types)
-    words = [f"{found[t]:,} {CELL_TYPES[int(t)].name}" for t in np.flatnonzero(found)]
-    most = corners[types == POLYGON].max(initial=0)
-    return ", ".join(words) + (f" (up to {most} corners)" if most else "")
+    return ", ".join(
+        f"{found[t]:,} {CELL_TYPES[int(t)].name}" + (most if t == POLYGON else "")
+        for t in np.argsort(-found)[: np.count_nonzero(found)]
+    )
 
 
 def _described(values: Array) -> str:

@@ -99,8 +99,11 @@ class Quality:
     def _repr_html_(self) -> str:
         """The table for a notebook."""
         heading, *rows = self.rows()
-        head = "".join(f"<th>{escape(c)}</th>" for c in heading)
-        body = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in rows)
+        head = "".join(f"<th style='text-align:right'>{escape(c)}</th>" for c in heading)
+        body = "".join(
+            "<tr>" + "".join(f"<td style='text-align:right'>{c}</td>" for c in row) + "</tr>"
+            for row in rows
+        )
         foot = "<br>".join(escape(line) for line in self.summary())
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{foot}</p>"
 
