@@ -33,9 +33,71 @@ def _asked(func: Callable[..., Any]) -> Rule:
     return rule
 
 
-LOCAL_ATTRIBUTES = ["dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "ndim", "is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_meta", "is_mps", "is_xla", "is_xpu", "is_mkldnn", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "itemsize", "output_nr", "name", "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype", "retains_grad", "_cdata", "volatile"]
-LOCAL_METHODS = ["dim", "ndimension", "is_floating_point", "is_complex", "is_signed", "element_size", "is_contiguous", "is_inference", "is_conj", "is_neg", "get_device", "is_pinned", "is_shared", "_is_view", "is_same_size"]
-LOCAL_FUNCTIONS = ["is_floating_point", "is_complex", "is_tensor", "is_nonzero", "is_inference", "is_conj", "is_neg", "result_type", "can_cast", "is_storage", "is_same_size"]
+LOCAL_ATTRIBUTES = [
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "grad_fn",
+    "is_leaf",
+    "ndim",
+    "is_cuda",
+    "is_cpu",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_quantized",
+    "is_nested",
+    "is_meta",
+    "is_mps",
+    "is_xla",
+    "is_xpu",
+    "is_mkldnn",
+    "is_vulkan",
+    "is_ipu",
+    "is_maia",
+    "is_mtia",
+    "itemsize",
+    "output_nr",
+    "name",
+    "_version",
+    "_base",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "grad_dtype",
+    "retains_grad",
+    "_cdata",
+    "volatile",
+]
+LOCAL_METHODS = [
+    "dim",
+    "ndimension",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "element_size",
+    "is_contiguous",
+    "is_inference",
+    "is_conj",
+    "is_neg",
+    "get_device",
+    "is_pinned",
+    "is_shared",
+    "_is_view",
+    "is_same_size",
+]
+LOCAL_FUNCTIONS = [
+    "is_floating_point",
+    "is_complex",
+    "is_tensor",
+    "is_nonzero",
+    "is_inference",
+    "is_conj",
+    "is_neg",
+    "result_type",
+    "can_cast",
+    "is_storage",
+    "is_same_size",
+]
 
 
 def shape(x: ShardTensor) -> torch.Size:
@@ -45,7 +107,7 @@ def shape(x: ShardTensor) -> torch.Size:
 
 def size(x: ShardTensor, dim: int | None = None) -> Any:
     """The global shape, or one of its numbers."""
-    if sys._getframe(2).f_code.co_name == "_validate_and_get_batch_size":
+    if dim is not None and sys._getframe(2).f_code.co_filename.endswith("_functorch/vmap.py"):
         raise refuse("torch.vmap", (x,), None, "it would map over own rows; call the function on x")
     whole = shape_of(x)
     return whole if dim is None else whole[dim]
@@ -64,7 +126,7 @@ def length(x: ShardTensor) -> int:
 def grad(x: ShardTensor) -> Any:
     """The global gradient of own rows, sharded alike."""
     with native():
-        found = x.grad
+        found = x.grad if x.is_leaf else getattr(x, "_kept", None)
     if found is None or type(found) is ShardTensor:
         return found
     return wrap(found, x._sharding, x._dim)
@@ -94,7 +156,9 @@ def requires_grad_(x: ShardTensor, requires_grad: bool = True) -> ShardTensor:
     """Ask for a gradient: a leaf gets the global one, like any leaf (a door, see meshshard.comm)."""
     with native():
         x.requires_grad_(requires_grad)
-        if requires_grad and x.is_leaf and not getattr(x, "_door", False):
+        # A leaf made within backward belongs to a checkpoint, in the midst of local autograd.
+        door = requires_grad and x.is_leaf and torch._C._current_autograd_node() is None
+        if door and not getattr(x, "_door", False):
             scale = 1 / x._sharding.domain.size
             x.register_hook(lambda g: g * scale)
             x._door = True  # type: ignore[attr-defined]
@@ -132,13 +196,14 @@ def register_hook(x: ShardTensor, hook: Callable[[Any], Any]) -> Any:
 def retain_grad(x: ShardTensor) -> None:
     """Keep the gradient of an intermediate tensor, as its global value."""
     with native():
-        if x.is_leaf or x.retains_grad:
+        if x.is_leaf:
             return
         scale = 1 / x._sharding.domain.size
 
         def keep(g: Tensor) -> None:
             with native():
-                x.grad = (g * scale) if x.grad is None else x.grad + g * scale
+                kept = getattr(x, "_kept", None)
+                x._kept = g * scale if kept is None else kept + g * scale  # type: ignore[attr-defined]
 
         x.register_hook(keep)
 

@@ -7,6 +7,7 @@ ordinary tensor of own rows. Python sees the global shape: every torch function 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -34,10 +35,11 @@ R = TypeVar("R", bound=Rule)
 RULES: dict[Any, Rule] = {}
 native = torch._C.DisableTorchFunctionSubclass  # within it, a ShardTensor is its own rows
 _node = torch._C._current_autograd_node
+_forward_mode = torch._C._is_fwd_grad_enabled  # off within autograd.Function.forward only
 _in_hook = [False]  # a user's hook on a gradient sees global shapes, though backward is running
 
 
-class NoShardRule(MeshshardError, TypeError):  # noqa: N818 - a word of the docs
+class NoShardRule(MeshshardError):  # noqa: N818 - a word of the docs
     """A sharded tensor met an operation that has no exact rule."""
 
 
@@ -168,9 +170,41 @@ class ShardTensor(Tensor):
         if rule is None:
             raise refuse(func, args, kwargs)
         if _node() is not None and not torch.is_grad_enabled() and not _in_hook[0]:
-            with native():  # in the backward of a user's own function: local autograd
-                return func(*args, **(kwargs or {}))
+            # In the backward of a function outside of us: local autograd. Checkpoints detach there
+            # what they will run forward again, as sharded as it was.
+            if func is not Tensor.detach:
+                with native():
+                    return func(*args, **(kwargs or {}))
+        if not _forward_mode() and not torch.is_inference_mode_enabled():
+            return _in_own_function(rule, func, args, kwargs or {})
         return rule(*args, **kwargs) if kwargs else rule(*args)
+
+
+def _in_own_function(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A rule within a user's autograd.Function: exact as long as it treats rows alone.
+
+    The backward of such a function gets own rows of the gradient; where forward has reduced over
+    ranks it could not be right. All ranks have made the same calls, so all raise.
+    """
+    found = sharded([*args, *kwargs.values()])
+    domain = found[0]._sharding.domain if found else None
+    before = domain.traffic.total().calls if domain else 0
+    out = rule(*args, **kwargs)
+    if domain and domain.traffic.total().calls != before and not _checkpointing():
+        why = "it couples rows inside your own autograd.Function, whose backward sees own rows"
+        raise refuse(func, args, kwargs, why)
+    return out
+
+
+def _checkpointing() -> bool:
+    """Whether the function around is torch's own, which runs a model forward."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_filename.endswith("torch/utils/checkpoint.py"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def wrap(local: Tensor, sharding: Sharding, dim: int) -> ShardTensor:

@@ -52,10 +52,10 @@ def _with_halo(x: ShardTensor, reach: int) -> Tensor:
     with native():
         rows = x.movedim(x._dim, 0)
         wide = apply(Window(sharding.domain, sharding.sizes, reach), rows)
-        if not sharding.own:  # a kernel must fit, though nothing comes of it
-            return wide.new_zeros((2 * reach + 1, *rows.shape[1:])).movedim(0, x._dim)
         above = max(0, reach - sharding.first)
         below = max(0, sharding.first + sharding.own + reach - sharding.total)
+        if not sharding.own:  # a kernel must fit, though nothing comes of it
+            above, below = 0, 2 * reach + 1
         return F.pad(wide.movedim(0, -1), (above, below)).movedim(-1, x._dim)
 
 

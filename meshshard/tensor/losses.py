@@ -117,8 +117,27 @@ def _weights(target: Tensor, given: dict[str, Any]) -> Tensor:
     return picked
 
 
-ELEMENTWISE = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "gaussian_nll_loss", "soft_margin_loss", "hinge_embedding_loss", "margin_ranking_loss"]
-ROWWISE = ["cosine_embedding_loss", "multilabel_soft_margin_loss", "multilabel_margin_loss", "multi_margin_loss", "triplet_margin_loss"]
+ELEMENTWISE = [
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+    "poisson_nll_loss",
+    "gaussian_nll_loss",
+    "soft_margin_loss",
+    "hinge_embedding_loss",
+    "margin_ranking_loss",
+]
+ROWWISE = [
+    "cosine_embedding_loss",
+    "multilabel_soft_margin_loss",
+    "multilabel_margin_loss",
+    "multi_margin_loss",
+    "triplet_margin_loss",
+]
 RULES: dict[Any, Rule] = {
     **{f: _elementwise(f) for n in ELEMENTWISE if (f := getattr(F, n, None))},
     **{f: _rowwise(f) for n in ROWWISE if (f := getattr(F, n, None))},

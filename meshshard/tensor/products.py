@@ -64,17 +64,14 @@ def rmatmul(b: Tensor, a: Tensor) -> Any:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """X W^T + b: rows alone; where features are sharded, partial sums are added, then the bias."""
-    if type(x) is ShardTensor and type(weight) is not ShardTensor:
-        if x._dim < native_ndim(x) - 1:
-            with native():
-                return wrap(F.linear(x, weight, bias), x._sharding, x._dim)
-        out = contract(F.linear, (x, weight), (LETTERS[: native_ndim(x) - 1] + "k", "nk"),
-                       LETTERS[: native_ndim(x) - 1] + "n", F.linear)  # fmt: skip
-        return out if bias is None else out + bias
-    raise refuse(
-        F.linear, (x, weight, bias), None, "a sharded weight; parameters are plain tensors"
-    )
+    """x W^T + b: rows alone; where features are sharded, partial sums are added, then the bias."""
+    ndim = native_ndim(x)
+    if type(x) is ShardTensor and type(weight) is not ShardTensor and x._dim < ndim - 1:
+        with native():
+            return wrap(F.linear(x, weight, bias), x._sharding, x._dim)
+    rows = LETTERS[: ndim - 1]
+    out = contract(F.linear, (x, weight), (rows + "k", "nk"), rows + "n", F.linear)
+    return out if bias is None else out + bias
 
 
 def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:

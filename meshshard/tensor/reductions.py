@@ -207,7 +207,7 @@ def var(
     if correction is None:
         correction = 1 if unbiased in (None, True) else 0
     dims = _dims(x, dim)
-    if x._dim not in dims:
+    if x._dim not in dims and x._sharding.own:  # torch warns of a variance of nothing
         return local_reduction(torch.var, x, dims, keepdim, correction=correction)
     apart = x - mean(x, dims, True)
     return total(apart * apart, dims, keepdim) / max(count_of(x, dims) - correction, 0)
@@ -323,14 +323,16 @@ def cumsum(x: ShardTensor, dim: int, *, dtype: Any = None) -> ShardTensor:
     return wrap(local, x._sharding, x._dim)
 
 
-def _along(func: Callable[..., Any], many: bool = False) -> Rule:
+def _along(func: Callable[..., Any]) -> Rule:
     """Functions along one dim, which must not be the sharded one."""
+    at = 1 if func.__name__ in ("topk", "kthvalue", "diff") else 0
+    of_all = func.__name__ in ("median", "nanmedian", "prod")
 
     def rule(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
-        at = 1 if func in WITH_K else 0
-        dim = kwargs.get("dim", args[at] if len(args) > at else -1)
-        if func in (torch.median, torch.nanmedian) and "dim" not in kwargs and not args:
-            raise refuse(func, (x,), kwargs, "it orders all rows")
+        dim = kwargs.get("dim", args[at] if len(args) > at else None)
+        if of_all and not isinstance(dim, int):
+            raise refuse(func, (x,), kwargs, "it couples all rows")
+        dim = -1 if dim is None else dim
         ndim = native_ndim(x)
         dim = dim_of(dim, ndim)
         if dim == x._dim:
@@ -347,8 +349,21 @@ def _along(func: Callable[..., Any], many: bool = False) -> Rule:
     return rule
 
 
-WITH_K = (torch.topk, torch.Tensor.topk, torch.kthvalue, torch.Tensor.kthvalue)
-ALONG = ["sort", "argsort", "topk", "kthvalue", "median", "nanmedian", "mode", "cummax", "cummin", "cumprod", "logcumsumexp", "prod", "diff"]
+ALONG = [
+    "sort",
+    "argsort",
+    "topk",
+    "kthvalue",
+    "median",
+    "nanmedian",
+    "mode",
+    "cummax",
+    "cummin",
+    "cumprod",
+    "logcumsumexp",
+    "prod",
+    "diff",
+]
 
 
 def _both(name: str, rule: Rule) -> dict[Any, Rule]:

@@ -1,0 +1,201 @@
+"""Operations that models use: each is compared with itself on the whole tensor, gradient included.
+
+A case is a function of x (N, 6), y (N, 6), w (6, 6), c (6,), labels n (N,) in 0..5; x, y and n are
+sharded by rows, w and c are plain.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+POINTWISE = {
+    "add": lambda x, y, w, c, n: x + y,
+    "add number": lambda x, y, w, c, n: 2 + x * 3 - 1,
+    "add plain column": lambda x, y, w, c, n: x * c + c,
+    "sub": lambda x, y, w, c, n: 1 - x,
+    "div": lambda x, y, w, c, n: x / (y * y + 1),
+    "rdiv": lambda x, y, w, c, n: 1 / (x * x + 1),
+    "pow": lambda x, y, w, c, n: (x * x + 1) ** 1.5,
+    "rpow": lambda x, y, w, c, n: 2**x,
+    "exp log": lambda x, y, w, c, n: torch.log(torch.exp(x) + 1),
+    "relu": lambda x, y, w, c, n: F.relu(x),
+    "gelu": lambda x, y, w, c, n: F.gelu(x),
+    "silu": lambda x, y, w, c, n: F.silu(x),
+    "leaky_relu": lambda x, y, w, c, n: F.leaky_relu(x, 0.1),
+    "elu": lambda x, y, w, c, n: F.elu(x),
+    "softplus": lambda x, y, w, c, n: F.softplus(x),
+    "tanh sigmoid": lambda x, y, w, c, n: torch.tanh(x) * torch.sigmoid(y),
+    "clamp": lambda x, y, w, c, n: x.clamp(-0.5, 0.5),
+    "where": lambda x, y, w, c, n: torch.where(x > 0, x, y * 0.1),
+    "where number": lambda x, y, w, c, n: torch.where(x > 0, x, 0.0),
+    "maximum": lambda x, y, w, c, n: torch.maximum(x, y),
+    "lerp": lambda x, y, w, c, n: torch.lerp(x, y, 0.3),
+    "addcmul": lambda x, y, w, c, n: torch.addcmul(x, y, x, value=0.5),
+    "in place": lambda x, y, w, c, n: (x * 1).add_(y).mul_(2).relu_(),
+    "masked_fill": lambda x, y, w, c, n: x.masked_fill(y > 0, 0.0),
+    "abs sqrt": lambda x, y, w, c, n: (x.abs() + 1).sqrt(),
+    "to float32": lambda x, y, w, c, n: x.to(torch.float32).double(),
+    "nan_to_num": lambda x, y, w, c, n: torch.nan_to_num(x),
+    "atan2": lambda x, y, w, c, n: torch.atan2(x, y * y + 1),
+    "clone detach": lambda x, y, w, c, n: x.clone() * y.detach(),
+    "logical": lambda x, y, w, c, n: ((x > 0) & (y > 0) | ~(x < 1)).double() * x,
+    "zeros_like": lambda x, y, w, c, n: x + torch.zeros_like(x) + torch.full_like(x, 2.0),
+    "new_zeros": lambda x, y, w, c, n: x + x.new_zeros(x.shape),
+}
+REDUCTIONS = {
+    "sum": lambda x, y, w, c, n: (x * y).sum(),
+    "sum rows": lambda x, y, w, c, n: x.square().sum(0),
+    "sum rows keepdim": lambda x, y, w, c, n: x.square().sum(0, keepdim=True) * c,
+    "sum features": lambda x, y, w, c, n: x.square().sum(-1),
+    "mean": lambda x, y, w, c, n: x.square().mean(),
+    "mean rows": lambda x, y, w, c, n: x.square().mean(0),
+    "mean of both": lambda x, y, w, c, n: x.square().mean((0, 1)),
+    "centred": lambda x, y, w, c, n: x - x.mean(0),
+    "var": lambda x, y, w, c, n: x.var(0),
+    "std biased": lambda x, y, w, c, n: x.std(0, unbiased=False),
+    "var all": lambda x, y, w, c, n: torch.var(x),
+    "var features": lambda x, y, w, c, n: x.var(-1),
+    "var_mean": lambda x, y, w, c, n: torch.var_mean(x, 0)[0] + torch.var_mean(x, 0)[1],
+    "amax": lambda x, y, w, c, n: x.amax(0),
+    "amax ties": lambda x, y, w, c, n: F.relu(x - 10).amax(0) + F.relu(x).amin(0),
+    "max": lambda x, y, w, c, n: x.max(),
+    "max rows": lambda x, y, w, c, n: x.max(0).values,
+    "max rows places": lambda x, y, w, c, n: x.max(0).indices.double() + x.sum(0),
+    "min features": lambda x, y, w, c, n: x.min(1).values,
+    "argmax": lambda x, y, w, c, n: x.argmax(0).double() * x.mean(0),
+    "argmax all": lambda x, y, w, c, n: x.argmax().double() * x.mean(),
+    "argmin features": lambda x, y, w, c, n: x.argmin(1).double() * x.sum(1),
+    "norm": lambda x, y, w, c, n: x.norm(),
+    "norm rows": lambda x, y, w, c, n: torch.linalg.vector_norm(x, dim=0),
+    "norm 1": lambda x, y, w, c, n: x.norm(p=1, dim=0),
+    "norm inf": lambda x, y, w, c, n: x.norm(p=float("inf"), dim=0),
+    "norm 3": lambda x, y, w, c, n: torch.linalg.vector_norm(x, 3),
+    "softmax rows": lambda x, y, w, c, n: x.softmax(0),
+    "softmax rows large": lambda x, y, w, c, n: (x * 400).softmax(0),
+    "softmax features": lambda x, y, w, c, n: F.softmax(x, -1),
+    "log_softmax rows": lambda x, y, w, c, n: F.log_softmax(x * 50, 0),
+    "logsumexp": lambda x, y, w, c, n: torch.logsumexp(x * 100, 0),
+    "any all": lambda x, y, w, c, n: (x > 2).any(0).double() * x.sum(0) + (x > -9).all().double(),
+    "count_nonzero": lambda x, y, w, c, n: (x > 0).count_nonzero(0) * x.sum(0),
+    "cumsum features": lambda x, y, w, c, n: x.cumsum(1),
+    "cumsum rows": lambda x, y, w, c, n: x.cumsum(0),
+    "topk features": lambda x, y, w, c, n: x.topk(3, dim=1).values,
+    "sort features": lambda x, y, w, c, n: x.sort(dim=-1).values,
+    "nanmean": lambda x, y, w, c, n: torch.nanmean(torch.where(x > 1, float("nan"), x), 0),
+}
+PRODUCTS = {
+    "linear": lambda x, y, w, c, n: F.linear(x, w, c),
+    "matmul": lambda x, y, w, c, n: x @ w,
+    "contracted": lambda x, y, w, c, n: x.T @ y,
+    "plain from the left": lambda x, y, w, c, n: w @ x.T,
+    "einsum rows kept": lambda x, y, w, c, n: torch.einsum("nc,cd->nd", x, w),
+    "einsum contracted": lambda x, y, w, c, n: torch.einsum("nc,nd->cd", x, y),
+    "einsum dots": lambda x, y, w, c, n: torch.einsum("...c,dc->...d", x, w),
+    "bmm": lambda x, y, w, c, n: torch.bmm(x[:, :, None], y[:, None, :]),
+    "mv": lambda x, y, w, c, n: torch.mv(x, c),
+    "dot": lambda x, y, w, c, n: torch.dot(x[:, 0], y[:, 1]),
+    "addmm": lambda x, y, w, c, n: torch.addmm(c, x, w),
+    "features sharded": lambda x, y, w, c, n: F.linear(x.T.unsqueeze(0), y.T, None),
+    "slice tokens": lambda x, y, w, c, n: (
+        torch.einsum("ng,nc->gc", (x @ w).softmax(-1), y) / (1 + (x @ w).softmax(-1).sum(0))[:, None]
+    ),
+}  # fmt: skip
+VIEWS = {
+    "reshape heads": lambda x, y, w, c, n: x.reshape(-1, 2, 3),
+    "view": lambda x, y, w, c, n: x.view(x.shape[0], 3, 2).sum(-1),
+    "flatten rows": lambda x, y, w, c, n: x.flatten(),
+    "flatten and back": lambda x, y, w, c, n: x.reshape(-1).reshape(-1, 6),
+    "transpose": lambda x, y, w, c, n: x.transpose(0, 1) * c[:, None],
+    "permute": lambda x, y, w, c, n: x.reshape(-1, 2, 3).permute(1, 0, 2),
+    "T": lambda x, y, w, c, n: x.T,
+    "unsqueeze squeeze": lambda x, y, w, c, n: (x[None] * 2).squeeze(0).unsqueeze(-1),
+    "expand": lambda x, y, w, c, n: x.unsqueeze(1).expand(-1, 4, -1),
+    "cat features": lambda x, y, w, c, n: torch.cat([x, y], dim=-1),
+    "cat rows": lambda x, y, w, c, n: torch.cat([x, y, x]),
+    "stack": lambda x, y, w, c, n: torch.stack([x, y], dim=1),
+    "stack in front": lambda x, y, w, c, n: torch.stack([x, y]),
+    "split features": lambda x, y, w, c, n: x.split(2, dim=1)[1],
+    "chunk": lambda x, y, w, c, n: x.chunk(3, dim=-1)[2],
+    "chunk rows": lambda x, y, w, c, n: x.chunk(3)[1],
+    "unbind features": lambda x, y, w, c, n: x.unbind(1)[4],
+    "flip features": lambda x, y, w, c, n: x.flip(1),
+    "roll features": lambda x, y, w, c, n: x.roll(2, 1),
+    "repeat features": lambda x, y, w, c, n: x.repeat(1, 3),
+    "pad features": lambda x, y, w, c, n: F.pad(x, (1, 2)),
+    "movedim": lambda x, y, w, c, n: x.movedim(0, 1),
+    "unflatten": lambda x, y, w, c, n: x.unflatten(1, (3, 2)),
+}
+INDEXING = {
+    "column": lambda x, y, w, c, n: x[:, 2],
+    "columns": lambda x, y, w, c, n: x[:, 1:4],
+    "new dim": lambda x, y, w, c, n: x[:, None, :],
+    "columns by number": lambda x, y, w, c, n: x[:, [0, 3]],
+    "rows": lambda x, y, w, c, n: x[3:11],
+    "every third row": lambda x, y, w, c, n: x[2::3, :2],
+    "one row": lambda x, y, w, c, n: x[4] * c,
+    "last row": lambda x, y, w, c, n: x[-1],
+    "mask of rows": lambda x, y, w, c, n: x[y[:, 0] > 0],
+    "mask of numbers": lambda x, y, w, c, n: x[x > 0],
+    "rows by number": lambda x, y, w, c, n: x[torch.tensor([7, 0, 7, 12])],
+    "index_select features": lambda x, y, w, c, n: x.index_select(1, torch.tensor([5, 0])),
+    "narrow rows": lambda x, y, w, c, n: x.narrow(0, 2, 9),
+    "gather features": lambda x, y, w, c, n: torch.gather(x, 1, n[:, None]),
+    "scatter_add features": lambda x, y, w, c, n: torch.zeros_like(x).scatter_add(
+        1, n[:, None].expand(-1, 2), x[:, :2]
+    ),
+    "set column": lambda x, y, w, c, n: _set(x, (slice(None), 1), y[:, 0]),
+    "set rows": lambda x, y, w, c, n: _set(x, slice(2, 9), 1.5),
+    "set mask": lambda x, y, w, c, n: _set(x, y > 0, 0.0),
+    "embedding": lambda x, y, w, c, n: F.embedding(n, w) * x,
+    "one_hot": lambda x, y, w, c, n: F.one_hot(n, 6) * x,
+}
+NORMS = {
+    "layer_norm": lambda x, y, w, c, n: F.layer_norm(x, (6,), c, c),
+    "layer_norm of rows": lambda x, y, w, c, n: F.layer_norm(x.T, (x.shape[0],)),
+    "rms_norm": lambda x, y, w, c, n: F.rms_norm(x, (6,), c),
+    "batch_norm": lambda x, y, w, c, n: F.batch_norm(x, None, None, c, c, training=True),
+    "batch_norm points": lambda x, y, w, c, n: F.batch_norm(x.T[None], None, None, c, c, True),
+    "batch_norm eval": lambda x, y, w, c, n: F.batch_norm(x, c.detach(), c.detach() ** 2, c, c),
+    "instance_norm": lambda x, y, w, c, n: F.instance_norm(x.T[None]),
+    "group_norm": lambda x, y, w, c, n: F.group_norm(x, 2, c, c),
+    "group_norm points": lambda x, y, w, c, n: F.group_norm(x.T[None], 3, c, c),
+    "normalize": lambda x, y, w, c, n: F.normalize(x, dim=-1),
+    "normalize rows": lambda x, y, w, c, n: F.normalize(x, dim=0),
+    "cosine_similarity": lambda x, y, w, c, n: F.cosine_similarity(x, y, dim=-1),
+}
+LOSSES = {
+    "mse": lambda x, y, w, c, n: F.mse_loss(x, y),
+    "mse sum": lambda x, y, w, c, n: F.mse_loss(x, y, reduction="sum"),
+    "l1": lambda x, y, w, c, n: F.l1_loss(x, y),
+    "huber": lambda x, y, w, c, n: F.huber_loss(x, y, delta=0.3),
+    "smooth_l1 none": lambda x, y, w, c, n: F.smooth_l1_loss(x, y, reduction="none"),
+    "bce logits": lambda x, y, w, c, n: F.binary_cross_entropy_with_logits(x, torch.sigmoid(y)),
+    "bce": lambda x, y, w, c, n: F.binary_cross_entropy(torch.sigmoid(x), (y > 0).double()),
+    "kl_div": lambda x, y, w, c, n: F.kl_div(
+        x.log_softmax(-1), y.softmax(-1), reduction="batchmean"
+    ),
+    "cross_entropy": lambda x, y, w, c, n: F.cross_entropy(x, n),
+    "cross_entropy weights": lambda x, y, w, c, n: F.cross_entropy(
+        x, n, weight=c.detach().abs() + 0.1, ignore_index=2, label_smoothing=0.1
+    ),
+    "cross_entropy soft": lambda x, y, w, c, n: F.cross_entropy(x, y.softmax(-1)),
+    "nll": lambda x, y, w, c, n: F.nll_loss(x.log_softmax(-1), n),
+    "gaussian_nll": lambda x, y, w, c, n: F.gaussian_nll_loss(x, y.detach(), y * y + 0.1),
+    "cosine_embedding": lambda x, y, w, c, n: F.cosine_embedding_loss(x, y, 2 * (n % 2) - 1),
+    "relative L2": lambda x, y, w, c, n: (x - y).norm() / y.norm(),
+}
+FAMILIES = {
+    "pointwise": POINTWISE,
+    "reductions": REDUCTIONS,
+    "products": PRODUCTS,
+    "views": VIEWS,
+    "indexing": INDEXING,
+    "norms": NORMS,
+    "losses": LOSSES,
+}
+CASES = {name: case for family in FAMILIES.values() for name, case in family.items()}
+
+
+def _set(x, index, value):
+    out = x * 1
+    out[index] = value
+    return out

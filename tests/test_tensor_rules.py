@@ -1,0 +1,76 @@
+"""Every rule against the same operation on the whole tensor: value and gradients (law 1)."""
+
+import pytest
+import torch
+from cases import CASES
+
+from meshshard.comm import init_domain
+from meshshard.tensor import ShardTensor, shard
+
+SIZES = {1: [(14,)], 2: [(3, 11), (14, 0)], 4: [(5, 0, 7, 2), (0, 0, 13, 1)]}
+TOLERANCE = 1e-10  # relative to the largest number
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    return draw(14, 6), draw(14, 6), draw(6, 6), draw(6), torch.arange(14) * 5 % 6
+
+
+def serial(case):
+    x, y, w, c, n = inputs()
+    leaves = [t.requires_grad_() for t in (x, y, w, c)]
+    out = CASES[case](x, y, w, c, n)
+    coefficients = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).reshape(out.shape)
+    grads = torch.autograd.grad((out * coefficients).sum(), leaves, allow_unused=True)
+    return out.detach(), coefficients, grads
+
+
+def far(got, wanted):
+    """Largest difference, relative to the largest number."""
+    if wanted is None and got is None:
+        return 0.0
+    wanted = torch.zeros_like(got) if wanted is None else wanted
+    got = torch.zeros_like(wanted) if got is None else got
+    if got.numel() == 0 and wanted.numel() == 0:
+        return 0.0
+    if torch.broadcast_shapes(got.shape, wanted.shape) != wanted.shape:
+        return float("inf")
+    return ((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-3)).item()
+
+
+def rule_job(case, sizes):
+    domain = init_domain()
+    out, coefficients, grads = serial(case)
+    x, y, w, c, n = inputs()
+    sx, sy, sn = (shard(t, domain, sizes) for t in (x, y, n))
+    sx.requires_grad_(), sy.requires_grad_()
+    w.requires_grad_(), c.requires_grad_()
+    got = CASES[case](sx, sy, w, c, sn)
+    if type(got) is ShardTensor:
+        assert got.shape == out.shape
+        loss = (got * shard(coefficients, domain, got.sharding, dim=got.sharded_dim)).sum()
+        whole = got.detach().gather()
+    else:
+        loss = (got * coefficients).sum()
+        whole = got.detach()
+    errors = [far(whole, out)]
+    loss.backward()
+    for leaf, wanted in zip((sx, sy), grads[:2], strict=True):
+        errors.append(far(None if leaf.grad is None else leaf.grad.gather(), wanted))
+    for leaf, wanted in zip((w, c), grads[2:], strict=True):
+        found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        errors.append(far(domain.all_reduce(found) / domain.size, wanted))
+    return errors
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_rule(ranks, case, size):
+    for sizes in SIZES[size]:
+        results = [rule_job(case, sizes)] if size == 1 else ranks[size].run(rule_job, case, sizes)
+        for errors in results:
+            assert max(errors) <= TOLERANCE, (sizes, errors)
