@@ -51,7 +51,7 @@ def tri_surface(n: int) -> Mesh:
 
 
 def poly_surface(n: int, seed: int = 0) -> Mesh:
-    """Exactly n polygons on a car (n >= 60): mostly quads, triangles to 8-gons."""
+    """Exactly n polygons on a car (n >= 64): mostly quads, triangles to 8-gons."""
     places, quads = _skin(_shape(n / BASE, LENGTHS, _area))
     more = n - len(quads)
     n_refined = int(more - HALVED * len(quads)) // 3
@@ -84,7 +84,7 @@ GENERATORS: dict[str, Callable[[int], Mesh]] = {
 }
 
 
-# ----------------------------------------------------------------------------------------- lattices
+# ---------------------------------------------------------------------------------------- lattices
 def _shape(n: float, lengths: tuple[float, ...], count: Callable[[Triple], int]) -> Triple:
     """Steps along three axes, about in proportion to `lengths`, whose `count` is nearest to n."""
     low, high = 0.0, n
@@ -240,7 +240,7 @@ def _polygons(rows: _Rows) -> tuple[Array, Array]:
     return _bounds(size), connectivity
 
 
-# --------------------------------------------------------------------------------------------- Mesh
+# -------------------------------------------------------------------------------------------- Mesh
 def _uniform(points: Array, cells: Array, kind: int) -> Mesh:
     """A mesh of cells (m, corners) of one type."""
     m, corners = cells.shape
