@@ -42,10 +42,10 @@ SIX = np.array([[0, 1, 2, 6], [0, 2, 3, 6], [0, 3, 7, 6], [0, 7, 4, 6], [0, 4, 5
 POLYGON, TRIANGLE, HEXAHEDRON, TETRAHEDRON = 7, 5, 12, 10  # VTK's numbers
 
 
-def tri_surface(n: int) -> Mesh:
-    """About n triangles on a car: quads cut along alternating diagonals."""
+def tri_surface(n: int, seed: int = 0) -> Mesh:
+    """About n triangles on a car: quads cut along one diagonal or the other, drawn at random."""
     places, quads = _skin(_shape(n / 2, LENGTHS, _area))
-    turned = np.arange(len(quads)) % 2 == 1
+    turned = np.random.default_rng(seed).random(len(quads)) < 0.5
     quads[turned] = np.roll(quads[turned], 1, axis=1)
     return _uniform(_car(places), quads[:, [0, 1, 2, 0, 2, 3]].reshape(-1, 3), TRIANGLE)
 
