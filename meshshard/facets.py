@@ -18,6 +18,7 @@ from meshshard.mesh import Array, Mesh
 
 __all__ = ["Facets", "Matches", "edges", "facets", "match", "ranges"]
 
+BLOCK = 1 << 14  # cells or facets at once: what is computed of them stays in the cache
 MOST_SHARERS = (
     1000  # cells on one facet; beyond it the mesh is broken, and pairs grow with the square
 )
@@ -95,17 +96,8 @@ def match(listed: Facets, n_points: int) -> Matches:
     """
     keys, index_bits = _pack(listed, n_points)
     keys.sort()
-    index = (keys & np.uint64((1 << index_bits) - 1)).astype(_id_type(len(keys)))
-    keys >>= np.uint64(index_bits)
-    at = np.flatnonzero(keys[1:] == keys[:-1])
+    a, b, in_run = _equal_neighbours(keys, index_bits)
     del keys
-    a, b = index[at], index[at + 1]
-    del index
-    in_run = np.zeros(len(at), bool)
-    if len(at):
-        adjacent = np.diff(at) == 1
-        in_run[1:] |= adjacent
-        in_run[:-1] |= adjacent
     good = listed.tag[a] == listed.tag[b]
     if listed.forward is not None:
         good &= listed.tag[a] != listed.low[a]
@@ -198,20 +190,44 @@ def _match_runs(listed: Facets, rows: Array) -> tuple[Array, Array, int]:
 
 def _pack(listed: Facets, n_points: int) -> tuple[Array, int]:
     """Sortable words (low id | short hash of the tag | facet index), and the bits of the index."""
-    index_bits = max(1, (len(listed.low) - 1).bit_length())
+    n = len(listed.low)
+    index_bits = max(1, (n - 1).bit_length())
     hash_bits = 64 - index_bits - max(1, (n_points - 1).bit_length())
     if hash_bits < 4:
-        raise MeshError(f"{len(listed.low)} facets on {n_points} points are too many to match")
-    keys = listed.low.astype(np.uint64)
-    keys <<= np.uint64(hash_bits)
-    short = listed.tag.astype(np.uint64)
-    short *= np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: Fibonacci hashing
-    short >>= np.uint64(64 - hash_bits)
-    keys |= short
-    del short
-    keys <<= np.uint64(index_bits)
-    keys |= np.arange(len(keys), dtype=np.uint64)
+        raise MeshError(f"{n} facets on {n_points} points are too many to match")
+    keys = np.empty(n, np.uint64)
+    for first in range(0, n, BLOCK):
+        block = slice(first, first + BLOCK)
+        key, short = keys[block], listed.tag[block].astype(np.uint64)
+        short *= np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: Fibonacci hashing
+        short >>= np.uint64(64 - hash_bits)
+        key[:] = listed.low[block]
+        key <<= np.uint64(hash_bits)
+        key |= short
+        key <<= np.uint64(index_bits)
+        key |= np.arange(first, first + len(key), dtype=np.uint64)
     return keys, index_bits
+
+
+def _equal_neighbours(keys: Array, index_bits: int) -> tuple[Array, Array, Array]:
+    """Pairs of consecutive sorted words that are equal but for the facet index.
+
+    Returns:
+        Both facets of every pair, and whether the pair is part of a run of three and more.
+    """
+    kind, mask = _id_type(len(keys)), np.uint64((1 << index_bits) - 1)
+    found = [(np.zeros(0, kind), np.zeros(0, kind), np.zeros(0, bool))]
+    for first in range(0, len(keys) - 1, BLOCK):
+        start = max(first - 1, 0)  # one pair before and one behind tell the runs
+        block = keys[start : first + BLOCK + 2]
+        same = np.zeros(len(block) + 1, bool)  # same[i + 1]: pair i
+        np.less_equal(block[1:] ^ block[:-1], mask, out=same[1:-1])
+        at = np.flatnonzero(same[1 + first - start : 1 + first - start + BLOCK]) + first - start
+        at = at[at < len(block) - 1]
+        index = (block & mask).astype(kind)
+        found.append((index[at], index[at + 1], same[at] | same[at + 2]))
+    a, b, in_run = (np.concatenate(column) for column in zip(*found, strict=True))
+    return a, b, in_run
 
 
 def _edges_of_polygons(offsets: Array, ids: Array) -> Facets:
