@@ -99,7 +99,7 @@ def match(listed: Facets, n_points: int) -> Matches:
     a, b, in_run = _equal_neighbours(keys, index_bits)
     del keys
     good = listed.tag[a] == listed.tag[b]
-    if listed.forward is not None:
+    if listed.forward is not None and (listed.tag == listed.low).any():
         good &= listed.tag[a] != listed.low[a]
     simple = good & ~in_run
     more_a, more_b, shared = _match_runs(listed, np.union1d(a[in_run], b[in_run]))

@@ -196,7 +196,8 @@ def _collapsed(mesh: Mesh, listed: Facets) -> tuple[int, ...]:
         return ()
     zero = np.zeros(mesh.n_cells, bool)
     for rows, corners in mesh.corner_groups():
-        zero[rows] = ~vector_area(corners).any(axis=1)
+        x, y, z = vector_area(corners).T
+        zero[rows] = (x == 0) & (y == 0) & (z == 0)
     zero[listed.owner[listed.low == listed.tag]] = True
     return tuple(np.flatnonzero(zero).tolist())
 

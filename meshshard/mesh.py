@@ -145,7 +145,7 @@ class Mesh:
         out = np.empty((self.n_cells, 3))
         for rows, ids, starts in self._chunks():
             count = np.diff(np.append(starts, len(ids)))
-            corners = self.points[ids]
+            corners = self.points.take(ids, axis=0)
             for axis in range(3):
                 column = corners[:, axis].astype(np.float64) - self.offset[axis]
                 out[rows, axis] = np.add.reduceat(column, starts) / count
@@ -181,7 +181,7 @@ class Mesh:
             for n in np.flatnonzero(np.bincount(count)):
                 of = np.flatnonzero(count == n)
                 first = starts[of]
-                yield of + rows.start, [self.points[ids[first + i]] for i in range(n)]
+                yield of + rows.start, [self.points.take(ids[first + i], axis=0) for i in range(n)]
 
     def areas(self) -> Array:
         """(n_cells,) float64 area of each surface cell."""
