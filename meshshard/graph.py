@@ -133,10 +133,11 @@ def cell_graph(mesh: Mesh, found: Matches | None = None) -> Graph:
         pairs = owner[found.first], owner[found.second]
         return Graph(*_rows_of_pairs(*pairs, mesh.n_cells), symmetric=True)
     # Every facet has one twin at most: the table by facet is already ordered by cell.
-    linked = (found.twin >= 0) & (found.twin != owner)
-    ends = np.concatenate([[0], np.cumsum(linked, dtype=np.int64)])
-    rows = _sorted_rows(ends[found.facets.offsets], found.twin[linked])
-    return Graph(*rows, symmetric=True)
+    alone = (found.twin < 0) | (found.twin == owner)
+    lost = np.bincount(owner[alone], minlength=mesh.n_cells)
+    indptr = found.facets.offsets.copy()
+    indptr[1:] -= np.cumsum(lost)
+    return Graph(*_sorted_rows(indptr, found.twin[~alone]), symmetric=True)
 
 
 def point_graph(mesh: Mesh) -> Graph:

@@ -154,15 +154,19 @@ def _pieces(graph: Graph, first: int, last: int) -> tuple[int, int]:
 
     indptr = graph.indptr[first : last + 1]
     sources = graph.indices[indptr[0] : indptr[-1]]
-    inside = (sources >= first) & (sources < last)
-    bounds = np.concatenate([[0], np.cumsum(inside)])[indptr - indptr[0]]
-    local = sources[inside] - sources.dtype.type(first)
-    block = csr_array((np.ones(len(local)), local, bounds), shape=(last - first, last - first))
     if last == first:
         return 0, 0
+    inside = (sources >= first) & (sources < last)
+    entering = np.flatnonzero(~inside)
+    rows = np.searchsorted(indptr, entering + indptr[0], side="right") - 1
+    bounds = indptr - indptr[0]
+    bounds[1:] -= np.cumsum(np.bincount(rows, minlength=last - first))
+    local = sources[inside]
+    local -= sources.dtype.type(first)
+    block = csr_array((np.ones(len(local)), local, bounds), shape=(last - first, last - first))
     # In a symmetric graph the strong components are the connected ones, at half the memory.
     if graph.symmetric:
         count, _ = connected_components(block, directed=True, connection="strong")
     else:
         count, _ = connected_components(block, directed=True, connection="weak")
-    return int(count), int(len(inside) - inside.sum())
+    return int(count), len(entering)
