@@ -48,13 +48,13 @@ def extract(mesh: Mesh, cells: Array, points: Array | None = None) -> Piece:
     if mesh.faces is not None:
         faces = Faces(cell_bounds, face_bounds, place[face_ids])
     piece = Mesh(
-        points=mesh.points[rows],
+        points=mesh.points.take(rows, axis=0),
         connectivity=place[ids],
         offsets=_bounds(stops - starts),
         types=mesh.types[cells],
         faces=faces,
-        point_fields={name: a[rows] for name, a in mesh.point_fields.items()},
-        cell_fields={name: a[cells] for name, a in mesh.cell_fields.items()},
+        point_fields={name: a.take(rows, axis=0) for name, a in mesh.point_fields.items()},
+        cell_fields={name: a.take(cells, axis=0) for name, a in mesh.cell_fields.items()},
         cell_origin=None if mesh.cell_origin is None else mesh.cell_origin[cells],
         blocks=mesh.blocks,
         name=mesh.name,

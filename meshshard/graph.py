@@ -13,6 +13,7 @@ from meshshard.facets import Matches, edges, facets, match
 from meshshard.mesh import Array, Mesh
 
 if TYPE_CHECKING:
+    from scipy.sparse import csr_array
     from scipy.spatial import cKDTree
 
 __all__ = ["Graph", "cell_graph", "cuthill_mckee", "knn_graph", "point_graph", "radius_graph"]
@@ -65,16 +66,13 @@ class Graph:
 
     def permuted(self, origin: Array) -> Graph:
         """The graph with row i taken from row origin[i]; rows keep the order of their edges."""
-        from scipy.sparse import csr_array
-
         n = self.n_nodes
         place = np.empty(n, self.indices.dtype)
         place[origin] = np.arange(n, dtype=place.dtype)
-        nothing = np.broadcast_to(np.int8(1), self.n_edges)
-        rows = csr_array((nothing, self.indices, self.indptr), shape=(n, n))[origin]
+        rows = scipy_rows(self.indptr, self.indices)[origin]
         return Graph(
             rows.indptr.astype(np.int64, copy=False),
-            place[rows.indices],
+            place.take(rows.indices),
             self.symmetric,
             None if self.weights is None else self.weights[origin],
             None if self.positions is None else self.positions[origin],
@@ -329,12 +327,20 @@ def _rows_of_pairs(a: Array, b: Array, n: int) -> tuple[Array, Array]:
     return indptr, indices
 
 
-def _sorted_rows(indptr: Array, indices: Array) -> tuple[Array, Array]:
-    """Rows sorted by id, doubles dropped."""
+def scipy_rows(indptr: Array, indices: Array) -> csr_array:
+    """Square rows for scipy, which copies all ids unless offsets are of the same type."""
     from scipy.sparse import csr_array
 
     n = len(indptr) - 1
-    rows = csr_array((np.ones(len(indices), np.int8), indices, indptr), shape=(n, n))
+    offsets = indptr.astype(indices.dtype) if len(indices) < 2**31 else indptr
+    nothing = np.broadcast_to(np.int8(1), len(indices))
+    return csr_array((nothing, indices, offsets), shape=(n, n))
+
+
+def _sorted_rows(indptr: Array, indices: Array) -> tuple[Array, Array]:
+    """Rows sorted by id, doubles dropped; `indices` is sorted in place where scipy can."""
+    rows = scipy_rows(indptr, indices)
+    rows.data = np.ones(len(indices), np.int8)  # sorted along, so it cannot be the same byte
     rows.sort_indices()
     indices = rows.indices.astype(indices.dtype, copy=False)
     double = np.zeros(len(indices), bool)
