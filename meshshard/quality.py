@@ -161,6 +161,7 @@ def _pieces(graph: Graph, first: int, last: int) -> tuple[int, int]:
     rows = np.searchsorted(indptr, entering + indptr[0], side="right") - 1
     bounds = indptr - indptr[0]
     bounds[1:] -= np.cumsum(np.bincount(rows, minlength=last - first))
+    bounds = bounds.astype(sources.dtype)  # else scipy copies the ids
     local = sources[inside]
     local -= sources.dtype.type(first)
     block = csr_array((np.ones(len(local)), local, bounds), shape=(last - first, last - first))
