@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from meshshard.mesh import Array, Mesh
 
 __all__ = ["Facets", "Matches", "edges", "facets", "match", "ranges"]
 
+Sides = list[tuple[int, ...]]  # the corners of each facet of one cell
 BLOCK = 1 << 14  # cells or facets at once: what is computed of them stays in the cache
 MOST_SHARERS = (
     1000  # cells on one facet; beyond it the mesh is broken, and pairs grow with the square
@@ -239,66 +240,57 @@ def _edges_of_polygons(offsets: Array, ids: Array) -> Facets:
 
 def _facets_by_type(mesh: Mesh, ids: Array) -> Facets:
     """Facets of cells of several types, placed cell by cell."""
+    groups = list(_groups(mesh))
     counts = np.zeros(mesh.n_cells, np.int64)
-    present = np.unique(mesh.types)
-    groups = [(rows, corners) for t in present for rows, corners in _corners(mesh, ids, int(t))]
-    for rows, corners in groups:
-        counts[rows] += len(corners)
+    for rows, sides in groups:
+        counts[rows] = len(sides)
     if mesh.faces is not None:
         counts += np.diff(mesh.faces.cell_offsets)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     low = np.empty(offsets[-1], ids.dtype)
     tag = np.empty(offsets[-1], np.uint64 if mesh.dim == 3 else ids.dtype)
     forward = np.empty(offsets[-1], bool) if mesh.dim == 2 else None
-    taken = np.zeros(mesh.n_cells, np.int64)
-    for rows, corners in groups:
-        start = offsets[rows] + taken[rows]
-        for j, facet in enumerate(corners):
-            low[start + j], tag[start + j] = _low_and_tag(facet, mesh.dim)
+    for rows, sides in _in_blocks(groups):
+        corners = [ids.take(mesh.offsets[rows] + i) for i in range(1 + max(map(max, sides)))]
+        marks = [_scramble(c) for c in corners] if mesh.dim == 3 else corners
+        mix = np.add if mesh.dim == 3 else np.maximum
+        for j, side in enumerate(sides):
+            at = offsets[rows] + j
+            low[at] = reduce(np.minimum, (corners[i] for i in side))
+            tag[at] = reduce(mix, (marks[i] for i in side))
             if forward is not None:
-                forward[start + j] = facet[0] < facet[1]
-        taken[rows] += len(corners)
+                forward[at] = corners[side[0]] < corners[side[1]]
     if mesh.faces is not None:
         _place_polyhedra(mesh, offsets, low, tag)
     return Facets(offsets, low, tag, forward)
 
 
-def _corners(
-    mesh: Mesh, ids: Array, number: int
-) -> Iterator[tuple[Array, list[tuple[Array, ...]]]]:
-    """For cells of one type and size: their rows, and for each facet its corners as columns."""
-    cell = CELL_TYPES[number]
-    rows = np.flatnonzero(mesh.types == number)
-    if number == POLYHEDRON:
-        return
-    size = mesh.offsets[rows + 1] - mesh.offsets[rows]
-    for n in np.unique(size):
-        of = rows[size == n]
-        start = mesh.offsets[of]
-        column = [ids[start + i] for i in range(cell.n_corners or int(n))]
-        if cell.dim == 3:
-            yield of, [tuple(column[i] for i in face) for face in cell.faces]
-        elif cell.dim == 2:
-            yield of, list(zip(column, column[1:] + column[:1], strict=True))
-        else:
-            ends = [column[0], column[1 if cell.n_corners else -1]]
-            yield of, [(end,) for end in ends]
+def _groups(mesh: Mesh) -> Iterator[tuple[Array, Sides]]:
+    """Cells of one type and size: their rows, and the corners of each of their facets."""
+    for number in np.flatnonzero(np.bincount(mesh.types)):
+        if number == POLYHEDRON:
+            continue
+        cell = CELL_TYPES[int(number)]
+        rows = np.flatnonzero(mesh.types == number)
+        size = mesh.offsets[rows + 1] - mesh.offsets[rows]
+        for n in np.flatnonzero(np.bincount(size)):
+            yield rows[size == n], _sides(cell, cell.n_corners or int(n))
 
 
-def _low_and_tag(facet: tuple[Array, ...], dim: int) -> tuple[Array, Array]:
-    """Smallest corner and tag of one facet of many cells, corners given as columns."""
-    low = facet[0].copy()
-    for column in facet[1:]:
-        np.minimum(low, column, out=low)
-    if dim == 3:
-        total = _scramble(facet[0])
-        for column in facet[1:]:
-            total += _scramble(column)
-        return low, total
-    high = facet[0].copy()
-    for column in facet[1:]:
-        np.maximum(high, column, out=high)
-    return low, high
+def _in_blocks(groups: list[tuple[Array, Sides]]) -> Iterator[tuple[Array, Sides]]:
+    """The same groups, a block of rows at a time."""
+    for rows, sides in groups:
+        for first in range(0, len(rows), BLOCK):
+            yield rows[first : first + BLOCK], sides
+
+
+def _sides(cell: CellType, corners: int) -> Sides:
+    """Corners of each facet of one cell, counted from its first."""
+    if cell.dim == 3:
+        return list(cell.faces)
+    if cell.dim == 2:
+        return [(i, (i + 1) % corners) for i in range(corners)]
+    return [(0,), (corners - 1,)]
 
 
 def _place_polyhedra(mesh: Mesh, offsets: Array, low: Array, tag: Array) -> None:
@@ -327,7 +319,7 @@ def _scramble(ids: Array) -> Array:
 
 def _all_corners(types: Array) -> bool:
     """Whether every cell is bounded by all of its points."""
-    return all(not CELL_TYPES[int(t)].n_corners for t in np.unique(types))
+    return all(not CELL_TYPES[int(t)].n_corners for t in np.flatnonzero(np.bincount(types)))
 
 
 def _welded(mesh: Mesh) -> Array:
