@@ -153,8 +153,9 @@ def _edge_table(cell: CellType) -> list[tuple[int, int]]:
 def ranges(starts: Array, stops: Array) -> Array:
     """The integers of starts[0]:stops[0], then of starts[1]:stops[1], and so on."""
     count = stops - starts
-    shift = np.repeat(starts - np.concatenate([[0], np.cumsum(count)[:-1]]), count)
-    return np.asarray(shift + np.arange(len(shift)))
+    out = np.repeat(starts - np.cumsum(count) + count, count)
+    out += np.arange(len(out), dtype=out.dtype)
+    return np.asarray(out)
 
 
 def _following(offsets: Array, ids: Array) -> tuple[Array, Array]:

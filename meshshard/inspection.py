@@ -161,10 +161,15 @@ def _close_groups(points: Array, tolerance: float) -> Array:
 def open_points(mesh: Mesh, found: Matches) -> Array:
     """Points that could glue a mesh further: of open edges, of the cells with open faces."""
     listed = found.facets
+    points = np.zeros(mesh.n_points, bool)
     if listed.forward is not None:
-        return np.unique(np.concatenate([listed.low[found.open], listed.tag[found.open]]))
-    cells = np.unique(listed.owner[found.open])
-    return np.unique(mesh.connectivity[ranges(mesh.offsets[cells], mesh.offsets[cells + 1])])
+        points[listed.low[found.open]] = points[listed.tag[found.open]] = True
+    else:
+        cells = np.zeros(mesh.n_cells, bool)
+        cells[listed.owner[found.open]] = True
+        starts, stops = mesh.offsets[:-1][cells], mesh.offsets[1:][cells]
+        points[mesh.connectivity[ranges(starts, stops)]] = True
+    return np.flatnonzero(points)
 
 
 def _say(mesh: Mesh, glued: int) -> None:
