@@ -218,8 +218,9 @@ def _equal_neighbours(keys: Array, index_bits: int) -> tuple[Array, Array, Array
         Both facets of every pair, and whether the pair is part of a run of three and more.
     """
     kind, mask = _id_type(len(keys)), np.uint64((1 << index_bits) - 1)
-    found = [(np.zeros(0, kind), np.zeros(0, kind), np.zeros(0, bool))]
-    for first in range(0, len(keys) - 1, BLOCK):
+    count, n = 0, len(keys)
+    a, b, in_run = np.empty(n, kind), np.empty(n, kind), np.empty(n, bool)  # filled as far as found
+    for first in range(0, n - 1, BLOCK):
         start = max(first - 1, 0)  # one pair before and one behind tell the runs
         block = keys[start : first + BLOCK + 2]
         same = np.zeros(len(block) + 1, bool)  # same[i + 1]: pair i
@@ -227,9 +228,10 @@ def _equal_neighbours(keys: Array, index_bits: int) -> tuple[Array, Array, Array
         at = np.flatnonzero(same[1 + first - start : 1 + first - start + BLOCK]) + first - start
         at = at[at < len(block) - 1]
         index = (block & mask).astype(kind)
-        found.append((index[at], index[at + 1], same[at] | same[at + 2]))
-    a, b, in_run = (np.concatenate(column) for column in zip(*found, strict=True))
-    return a, b, in_run
+        more = slice(count, count + len(at))
+        a[more], b[more], in_run[more] = index[at], index[at + 1], same[at] | same[at + 2]
+        count += len(at)
+    return a[:count], b[:count], in_run[:count]
 
 
 def _edges_of_polygons(offsets: Array, ids: Array) -> Facets:

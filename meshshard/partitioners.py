@@ -62,7 +62,7 @@ class Metis:
         if not self.imbalance > 1:
             raise PartitionError(f"imbalance {self.imbalance} must be above 1, 1.005 for 0.5 %")
         weights = _whole_numbers(graph.weights)
-        loads = np.ones(graph.n_nodes) if weights is None else weights.astype(float)
+        loads = np.broadcast_to(1.0, graph.n_nodes) if weights is None else weights.astype(float)
         few = graph.n_nodes < FEW * parts if self.recursive is None else self.recursive
         graph = graph.symmetrised()
         best, score = None, (np.inf, np.inf)
