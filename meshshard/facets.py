@@ -58,14 +58,17 @@ class Matches:
         first, second: (n_matches,) facets of different listings that coincide; where c > 2 cells
             share a facet all c (c - 1) / 2 pairs are here.
         shared: number of different facets that more than two cells share.
-        open: (n_facets,) bool, facets that no other cell has.
     """
 
     facets: Facets
     first: Array
     second: Array
     shared: int
-    open: Array
+
+    @cached_property
+    def open(self) -> Array:
+        """(n_facets,) bool, facets that no other cell has."""
+        return np.asarray(self.twin < 0)
 
     @cached_property
     def twin(self) -> Array:
@@ -105,9 +108,7 @@ def match(listed: Facets, n_points: int) -> Matches:
     simple = good & ~in_run
     more_a, more_b, shared = _match_runs(listed, np.union1d(a[in_run], b[in_run]))
     a, b = np.concatenate([a[simple], more_a]), np.concatenate([b[simple], more_b])
-    lonely = np.ones(len(listed.low), bool)
-    lonely[a] = lonely[b] = False
-    return Matches(listed, a, b, shared, lonely)
+    return Matches(listed, a, b, shared)
 
 
 def edges(mesh: Mesh) -> tuple[Array, Array]:
