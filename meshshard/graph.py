@@ -70,9 +70,13 @@ class Graph:
         place = np.empty(n, self.indices.dtype)
         place[origin] = np.arange(n, dtype=place.dtype)
         rows = scipy_rows(self.indptr, self.indices)[origin]
+        sources = rows.indices.astype(self.indices.dtype, copy=False)
+        for first in range(0, len(sources), QUERY):  # in place: no second array of all edges
+            block = sources[first : first + QUERY]
+            block[:] = place[block]
         return Graph(
             rows.indptr.astype(np.int64, copy=False),
-            place.take(rows.indices),
+            sources,
             self.symmetric,
             None if self.weights is None else self.weights[origin],
             None if self.positions is None else self.positions[origin],
