@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from meshshard._checks import check, warn
-from meshshard._datasets import Dataset, offsets_of
+from meshshard._datasets import Dataset
+from meshshard._ragged import offsets_of
 from meshshard.cells import POLYGON, QUAD, TRIANGLE
 from meshshard.errors import ReadError
-from meshshard.mesh import Mesh
+from meshshard.mesh import Array, Mesh
 
 __all__ = ["from_arrays", "read_csv", "read_npy", "read_npz", "read_pt"]
 
-Array = npt.NDArray[Any]
 NAMES = ("points", "pos", "coords", "xyz", "coordinates", "positions", "vertices")
 AXES = (
     ("x", "y", "z"),
@@ -132,10 +131,10 @@ def read_npz(path: Path) -> list[Dataset]:
         ReadError: damaged, Python objects in it, or no points.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if isinstance(file, np.ndarray):
-                return [cloud({"points": file}, path)]
-            return [cloud({name: file[name] for name in file.files}, path)]
+        with path.open("rb") as file:  # numpy leaves it open where it is damaged
+            loaded = np.load(file, allow_pickle=False)
+            arrays = {"points": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+        return [cloud(arrays, path)]
     except _NPZ_FAULTS as error:
         raise ReadError(f"{path}: damaged or not plain arrays: {_first_line(error)}") from None
 
@@ -184,15 +183,19 @@ def _bad_line(path: Path, mark: str, names: list[str]) -> str:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         for number, line in enumerate(file, 1):
             words = line.split("#")[0].strip().split(mark)
-            if number == 1 or words == [""]:
-                continue
-            if len(words) != len(names):
-                return f"{path}: line {number} has {len(words)} columns, the header {len(names)}"
-            for name, word in zip(names, words, strict=True):
-                if not _is_number(word):
-                    where = f"line {number} (row {number - 1})"
-                    return f"{path}: {where}: {name} = '{word[:40]}' is no number"
+            if number > 1 and words != [""] and (fault := _fault(words, names, number)):
+                return f"{path}: {fault}"
     return f"{path}: not a table of numbers"
+
+
+def _fault(words: list[str], names: list[str], number: int) -> str:
+    """What is wrong with the words of a line; empty where nothing is."""
+    if len(words) != len(names):
+        return f"line {number} has {len(words)} columns, the header {len(names)}"
+    for name, word in zip(names, words, strict=True):
+        if not _is_number(word):
+            return f"line {number} (row {number - 1}): {name} = '{word[:40]}' is no number"
+    return ""
 
 
 def _is_number(word: str) -> bool:

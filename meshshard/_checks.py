@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from meshshard.cells import CELL_TYPES, POLYHEDRON
 from meshshard.errors import MeshError, MeshWarning
-from meshshard.mesh import Faces, Mesh
+from meshshard.mesh import Array, Faces, Mesh
 
 __all__ = [
     "STRIP",
@@ -29,7 +28,6 @@ __all__ = [
     "warn_fields",
 ]
 
-Array = npt.NDArray[Any]
 EMPTY, STRIP, PIXEL, VOXEL = 0, 6, 8, 11  # VTK types that files have and a Mesh does not
 CHUNK = 1 << 20  # values a pass, so that the masks stay in the cache
 

@@ -5,35 +5,33 @@ The child gets the names of two files on its command line and writes plain array
 
 from __future__ import annotations
 
-import ctypes
 import json
-import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from meshshard._checks import warn
 from meshshard._datasets import Dataset
+from meshshard._processes import die_with_parent, how_it_ended
 from meshshard.errors import MeshshardError, ReadError
 from meshshard.mesh import Faces
 
 __all__ = ["read_in_child", "serve"]
 
-Array = npt.NDArray[Any]
 PATIENCE = 100.0  # seconds for any file
 RATE = 1e5  # bytes a second that the slowest ascii reader does
+ARRAYS = ("points", "connectivity", "offsets", "types")  # of a Dataset, as are these
+FIELDS = ("point_fields", "cell_fields")
 
 
 def read_in_child(path: Path, time: float | None = None) -> list[Dataset]:
-    """The leaves of a file, read by `meshshard.io.foreign_leaves` in a child process.
+    """The leaves of a file, read by `meshshard.io.serve_foreign` in a child process.
 
     Args:
         path: the file.
@@ -54,18 +52,15 @@ def read_in_child(path: Path, time: float | None = None) -> list[Dataset]:
             done = subprocess.run(command, capture_output=True, timeout=limit, check=False)
         except subprocess.TimeoutExpired:
             raise ReadError(f"{path}: its reader did not end within {limit:.0f} s") from None
-        if done.returncode < 0:
-            name = signal.Signals(-done.returncode).name
-            raise ReadError(f"{path}: its reader crashed ({name}): the file is damaged")
         if done.returncode or not out.exists():
-            last = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["no word"])[-1]
-            raise ReadError(f"{path}: its reader failed: {last[:300]}")
+            ended = how_it_ended(done.returncode, done.stderr)
+            raise ReadError(f"{path}: its reader {ended}; is the file damaged?")
         return _unpack(out)
 
 
 def serve(read: Callable[[], list[Dataset]], out: Path) -> None:
     """In the child: read, and write the leaves, or what went wrong, to a file."""
-    _die_with_parent()
+    die_with_parent()
     leaves: list[Dataset] = []
     fault = ""
     with warnings.catch_warnings(record=True) as caught:
@@ -78,29 +73,22 @@ def serve(read: Callable[[], list[Dataset]], out: Path) -> None:
     _pack(leaves, {"fault": fault, "said": said}, out)
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to end this process when its parent ends; elsewhere the time limit does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def _pack(leaves: list[Dataset], note: dict[str, Any], out: Path) -> None:
     arrays: dict[str, Any] = {}
     notes: list[dict[str, Any]] = []
     for i, leaf in enumerate(leaves):
-        for key in ("points", "connectivity", "offsets", "types"):
+        for key in ARRAYS:
             arrays[f"{i}.{key}"] = getattr(leaf, key)
         for key in Faces._fields if leaf.faces is not None else ():
             arrays[f"{i}.faces.{key}"] = getattr(leaf.faces, key)
-        for kind in ("point_fields", "cell_fields"):
+        for kind in FIELDS:
             for j, values in enumerate(getattr(leaf, kind).values()):
                 arrays[f"{i}.{kind}.{j}"] = values
         notes.append(
             {
                 "block": leaf.block,
                 "faces": leaf.faces is not None,
-                "point_fields": list(leaf.point_fields),
-                "cell_fields": list(leaf.cell_fields),
+                **{kind: list(getattr(leaf, kind)) for kind in FIELDS},
             }
         )
     np.savez(out, note=np.array(json.dumps({**note, "leaves": notes})), **arrays)
@@ -117,18 +105,12 @@ def _unpack(out: Path) -> list[Dataset]:
 
 
 def _leaf(file: Any, i: int, note: dict[str, Any]) -> Dataset:
-    def fields(kind: str) -> dict[str, Array]:
-        return {name: file[f"{i}.{kind}.{j}"] for j, name in enumerate(note[kind])}
-
-    leaf = Dataset(
-        points=file[f"{i}.points"],
-        connectivity=file[f"{i}.connectivity"],
-        offsets=file[f"{i}.offsets"],
-        types=file[f"{i}.types"],
-        point_fields=fields("point_fields"),
-        cell_fields=fields("cell_fields"),
-        block=note["block"],
+    arrays: dict[str, Any] = {key: file[f"{i}.{key}"] for key in ARRAYS}
+    fields: dict[str, Any] = {
+        kind: {name: file[f"{i}.{kind}.{j}"] for j, name in enumerate(note[kind])}
+        for kind in FIELDS
+    }
+    faces = [file[f"{i}.faces.{key}"] for key in Faces._fields] if note["faces"] else None
+    return Dataset(
+        **arrays, **fields, faces=None if faces is None else Faces(*faces), block=note["block"]
     )
-    if not note["faces"]:
-        return leaf
-    return replace(leaf, faces=Faces(*(file[f"{i}.faces.{key}"] for key in Faces._fields)))

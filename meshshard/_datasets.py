@@ -7,12 +7,10 @@ dimension and plain types. Everything that is left out on the way is counted and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from meshshard._checks import (
     EMPTY,
@@ -27,22 +25,16 @@ from meshshard._checks import (
     warn,
     warn_fields,
 )
+from meshshard._ragged import gather_rows, offsets_of
 from meshshard.cells import QUAD, TRIANGLE
 from meshshard.errors import ReadError
-from meshshard.mesh import Faces, Mesh
+from meshshard.mesh import Array, Faces, Mesh
 
-__all__ = ["Dataset", "assemble", "gather_rows", "offsets_of", "structured_cells"]
+__all__ = ["Dataset", "assemble", "free_name"]
 
-Array = npt.NDArray[Any]
 Fields = dict[str, Array]
 GHOST = "vtkGhostType"
-OURS = (
-    "part_id",
-    "shard",
-    "shard_id",
-    "global_id",
-    "halo",
-)  # names of arrays that meshshard writes
+OURS = ("part_id", "shard", "shard_id", "global_id", "halo")  # arrays that meshshard writes
 SWAPPED = {PIXEL: (QUAD, [0, 1, 3, 2]), VOXEL: (12, [0, 1, 3, 2, 4, 5, 7, 6])}
 
 
@@ -71,41 +63,6 @@ class Dataset:
     def dim(self) -> int:
         """Highest dimension of the cells; -1 without cells."""
         return max((int(dimensions(np.array(kind))) for kind in kinds(self.types)), default=-1)
-
-
-def offsets_of(counts: Array) -> Array:
-    """(n + 1,) int64 offsets of consecutive runs of the given lengths (n,)."""
-    out = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=out[1:])
-    return out
-
-
-def gather_rows(values: Array, offsets: Array, rows: Array) -> tuple[Array, Array]:
-    """The runs `rows` of a ragged array: their values one after the other, and their offsets."""
-    counts = np.diff(offsets)[rows]
-    out = offsets_of(counts)
-    at = np.repeat(offsets[rows] - out[:-1], counts) + np.arange(out[-1])
-    return values[at], out
-
-
-def structured_cells(shape: Sequence[int]) -> tuple[Array, Array, Array]:
-    """Connectivity, offsets and types of a structured grid of `shape` points, x fastest."""
-    stride = np.cumprod([1, *shape[:2]])
-    axes = [a for a in range(3) if shape[a] > 1]
-    corners = np.zeros(1, np.int64)
-    for place, axis in enumerate(axes):
-        step = corners + stride[axis]
-        corners = np.concatenate([corners, step[::-1] if place == 1 else step])
-    base = np.zeros(1 if axes else 0, np.int64)
-    for axis in axes[::-1]:
-        base = (base[:, None] + np.arange(shape[axis] - 1) * stride[axis]).ravel()
-    kind = (1, 3, QUAD, 12)[len(axes)]
-    connectivity = (base[:, None] + corners).ravel()
-    return (
-        connectivity,
-        np.arange(len(base) + 1, dtype=np.int64) * len(corners),
-        np.full(len(base), kind, np.uint8),
-    )
 
 
 def assemble(leaves: Iterable[Dataset], name: str) -> Mesh:
@@ -322,16 +279,8 @@ def _joined_cell_fields(leaves: Sequence[Dataset], name: str) -> Fields:
     if names and len(leaves[0].types):
         number = {block: i for i, block in enumerate(names)}
         block = [np.full(len(d.types), number[d.block], np.int32) for d in leaves]
-        fields[_free("block", fields)] = np.concatenate(block)
+        fields[free_name("block", fields)] = np.concatenate(block)
     return fields
-
-
-def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """`name`, numbered if it is taken."""
-    out, n = name, 2
-    while out in taken:
-        out, n = f"{name} ({n})", n + 1
-    return out
 
 
 def _joined_fields(parts: Sequence[tuple[Fields, int]], name: str) -> Fields:
@@ -381,3 +330,11 @@ def _origin(pairs: Sequence[tuple[Dataset, int]]) -> Array | None:
 def _block_names(leaves: Sequence[Dataset]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(leaf.block for leaf in leaves))
     return names if len(names) > 1 else ()
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """`name`, numbered if it is taken."""
+    out, n = name, 2
+    while out in taken:
+        out, n = f"{name} ({n})", n + 1
+    return out

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
+from meshshard._ragged import gather_rows, offsets_of, ranges
 from meshshard.cells import POLYHEDRON
 from meshshard.errors import ReadError
-from meshshard.mesh import Faces
+from meshshard.mesh import Array, Faces
 
 __all__ = ["face_stream", "faces_of_stream", "listed_faces"]
-
-Array = npt.NDArray[Any]
-
-
-def _offsets(counts: Array) -> Array:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
 def faces_of_stream(stream: Array, ends: Array, name: str) -> Faces | None:
@@ -37,11 +29,11 @@ def faces_of_stream(stream: Array, ends: Array, name: str) -> Faces | None:
     if not len(poly):
         return None
     stops = ends[poly].astype(np.int64)
-    starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])
+    starts = np.concatenate([[0], stops[:-1]])
     _fits((starts < stops) & (stops <= len(stream)), poly, name)
     n_faces = stream[starts].astype(np.int64)
     _fits((n_faces >= 0) & (n_faces < stops - starts), poly, name)
-    first = _offsets(n_faces)
+    first = offsets_of(n_faces)
     where, at, rows = np.empty(first[-1], np.int64), starts + 1, np.arange(len(poly))
     face = 0
     while len(rows := rows[n_faces[rows] > face]):
@@ -55,9 +47,8 @@ def faces_of_stream(stream: Array, ends: Array, name: str) -> Faces | None:
     counts = np.zeros(len(ends), np.int64)
     counts[poly] = n_faces
     sizes = stream[where]
-    offsets = _offsets(sizes)
-    ids = stream[np.repeat(where + 1 - offsets[:-1], sizes) + np.arange(offsets[-1])]
-    return Faces(_offsets(counts), offsets, ids)
+    ids = stream[ranges(where + 1, where + 1 + sizes)]
+    return Faces(offsets_of(counts), offsets_of(sizes), ids)
 
 
 def _fits(right: Array, cells: Array, name: str) -> None:
@@ -88,9 +79,8 @@ def listed_faces(of: Array, per_cell: Array, offsets: Array, ids: Array, name: s
         raise ReadError(f"{name}: face offsets do not fit the face connectivity")
     if len(of) == n and np.array_equal(of, np.arange(n)):
         return Faces(per_cell, offsets, ids)
-    out = _offsets(counts[of])
-    at = np.repeat(offsets[of] - out[:-1], counts[of]) + np.arange(out[-1])
-    return Faces(per_cell, out, ids[at])
+    corners, out = gather_rows(ids, offsets, of)
+    return Faces(per_cell, out, corners)
 
 
 def face_stream(faces: Faces, types: Array) -> tuple[Array, Array]:
@@ -107,13 +97,11 @@ def face_stream(faces: Faces, types: Array) -> tuple[Array, Array]:
     poly = types == POLYHEDRON
     cell_of = np.repeat(np.arange(len(types)), n_faces)
     before = np.cumsum(poly)  # counts of faces that come before: one a polyhedron
-    starts = np.concatenate([[0], np.cumsum(n_corners + 1)])
+    starts = offsets_of(n_corners + 1)
     ends = starts[faces.cell_offsets[1:]] + before
     stream = np.empty(starts[-1] + int(poly.sum()), np.int64)
     stream[(starts[faces.cell_offsets[:-1]] + before - 1)[poly]] = n_faces[poly]
     at = starts[:-1] + before[cell_of]
     stream[at] = n_corners
-    stream[np.repeat(at + 1 - faces.offsets[:-1], n_corners) + np.arange(faces.offsets[-1])] = (
-        faces.connectivity
-    )
+    stream[ranges(at + 1, at + 1 + n_corners)] = faces.connectivity
     return stream, np.where(poly, ends, -1)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from meshshard.errors import StoreError
 from meshshard.mesh import Array
 
-__all__ = ["crc32", "hidden", "map_file", "write_arrays", "write_through"]
+__all__ = ["crc32", "hidden", "map_file", "replacing", "write_arrays", "write_through"]
 
 
 @contextlib.contextmanager
@@ -55,13 +56,24 @@ def _alive(pid: int) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A hidden name beside `path` to write to; it becomes `path` at the end, or disappears."""
+    token = f"{threading.get_ident()}.{os.getpid()}"
+    part = path.with_name(f".{path.name[:40]}.{token}.writing")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def write_arrays(path: Path, arrays: dict[str, Array], metadata: dict[str, str]) -> None:
     """One safetensors file, under its name only once it is whole."""
     from safetensors.numpy import save_file
 
-    part = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    save_file({n: np.ascontiguousarray(a) for n, a in arrays.items()}, part, metadata)
-    part.replace(path)
+    with replacing(path) as part:
+        save_file({n: np.ascontiguousarray(a) for n, a in arrays.items()}, part, metadata)
 
 
 def write_through(path: Path, data: bytes) -> None:

@@ -6,23 +6,22 @@ import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
-import numpy.typing as npt
 
-from meshshard._checks import STRIP, warn
-from meshshard._datasets import Dataset, gather_rows, offsets_of, structured_cells
+from meshshard._checks import warn
+from meshshard._datasets import Dataset, free_name
 from meshshard._faces import faces_of_stream
+from meshshard._layouts import MOST_IMPLICIT, lattice, polydata_cells, structured_cells
+from meshshard._ragged import gather_rows, offsets_of
 from meshshard._text import Scanner
 from meshshard.cells import POLYHEDRON
 from meshshard.errors import ReadError
-from meshshard.mesh import Faces
+from meshshard.mesh import Array, Faces
 
 __all__ = ["read_legacy"]
 
-Array = npt.NDArray[Any]
 
 DTYPES = {
     "bit": "u1", "char": "i1", "signed_char": "i1", "unsigned_char": "u1", "short": "i2",
@@ -30,13 +29,12 @@ DTYPES = {
     "float": "f4", "double": "f8", "vtkidtype": "i4", "vtktypeint64": "i8", "vtktypeuint64": "u8",
     "long_long": "i8", "unsigned_long_long": "u8", "vtktypeint32": "i4", "vtktypeuint32": "u4",
 }  # fmt: skip
-SECTIONS = ("VERTICES", "LINES", "POLYGONS", "TRIANGLE_STRIPS")  # also the order of the cell data
+POLYDATA = {"VERTICES": "Verts", "LINES": "Lines", "POLYGONS": "Polys", "TRIANGLE_STRIPS": "Strips"}
 WIDTHS = {"VECTORS": 3, "NORMALS": 3, "TENSORS": 9, "TENSORS6": 6} | dict.fromkeys(
     ("GLOBAL_IDS", "PEDIGREE_IDS", "EDGE_FLAGS"), 1
 )
 KINDS = ("POLYDATA", "UNSTRUCTURED_GRID", "STRUCTURED_GRID", "STRUCTURED_POINTS",
          "RECTILINEAR_GRID")  # fmt: skip
-MOST_IMPLICIT = 1 << 24
 
 
 def read_legacy(path: Path) -> list[Dataset]:
@@ -73,6 +71,7 @@ class _Legacy:
         self.on = ""
 
     def dataset(self) -> Dataset:
+        """Read section by section, then put the geometry together."""
         while words := self.file.line():
             self._section(words)
         if self.kind in ("POLYDATA", "UNSTRUCTURED_GRID") and self.points is None:
@@ -88,55 +87,70 @@ class _Legacy:
 
     def _section(self, words: list[str]) -> None:
         key = words[0].upper()
-        if key == "DATASET":
-            self.kind = self._word(words, 1).upper()
-            if self.kind not in KINDS:
-                raise ReadError(f"{self.path}: DATASET {self.kind} cannot be partitioned")
-        elif key == "POINTS":
-            n = self._count(words, 1)
-            self.points = self._numbers(3 * n, self._word(words, 2), key).reshape(n, 3)
-        elif key in SECTIONS or key == "CELLS":
-            self.cells[key] = self._ragged(key, self._count(words, 1), self._count(words, 2))
-        elif key == "CELL_TYPES":
-            self.types = self._numbers(self._count(words, 1), "int", key)
-        elif key == "METADATA":
-            blank = re.compile(rb"\n[ \t\r]*\n").search(self.file.data, self.file.at)
-            self.file.at = blank.end() if blank else len(self.file.data)
-        elif key in ("DIMENSIONS", "ORIGIN", "SPACING", "ASPECT_RATIO"):
-            self.grid[key] = self._header_numbers(words)
-        elif key.endswith("_COORDINATES"):
+        if key.endswith("_COORDINATES"):
             self.grid[key] = self._numbers(self._count(words, 1), self._word(words, 2), key)
-        elif key in self.fields:
-            self.on = key
-            self.rows[key] = self._count(words, 1)
-        else:
-            self._attribute(key, words)
-
-    def _attribute(self, key: str, words: list[str]) -> None:
-        n = self.rows.get(self.on, 0)
-        if key == "FIELD":
-            for _ in range(self._count(words, 2)):
-                self._field_array()
-        elif key == "SCALARS":
-            width = self._count(words, 3) if len(words) > 3 else 1
-            if self.file.peek()[:1] == ["LOOKUP_TABLE"]:
-                self.file.line()
-            self._store(self._word(words, 1), self._word(words, 2), n, width)
-        elif key in WIDTHS:
-            self._store(self._word(words, 1), self._word(words, 2), n, WIDTHS[key])
-        elif key == "TEXTURE_COORDINATES":
-            self._store(self._word(words, 1), self._word(words, 3), n, self._count(words, 2))
-        elif key == "COLOR_SCALARS":
-            kind = "unsigned_char" if self.is_binary else "float"
-            self._store(self._word(words, 1), kind, n, self._count(words, 2))
-        elif key == "LOOKUP_TABLE":
-            kind = "unsigned_char" if self.is_binary else "float"
-            self._numbers(4 * self._count(words, 2), kind, key)
-        else:
+            return
+        if key not in _SECTIONS:
             raise ReadError(
                 f"{self.path}: corrupt: '{words[0][:40]}' where a keyword should be; "
                 f"a count before it is wrong ({', '.join(self.cells) or 'POINTS'})"
             )
+        _SECTIONS[key](self, key, words)
+
+    def _dataset(self, key: str, words: list[str]) -> None:
+        self.kind = self._word(words, 1).upper()
+        if self.kind not in KINDS:
+            raise ReadError(f"{self.path}: {key} {self.kind} cannot be partitioned")
+
+    def _points(self, key: str, words: list[str]) -> None:
+        n = self._count(words, 1)
+        self.points = self._numbers(3 * n, self._word(words, 2), key).reshape(n, 3)
+
+    def _cells(self, key: str, words: list[str]) -> None:
+        self.cells[key] = self._ragged(key, self._count(words, 1), self._count(words, 2))
+
+    def _cell_types(self, key: str, words: list[str]) -> None:
+        self.types = self._numbers(self._count(words, 1), "int", key)
+
+    def _metadata(self, key: str, words: list[str]) -> None:
+        """Ends at a blank line."""
+        blank = re.compile(rb"\n[ \t\r]*\n").search(self.file.data, self.file.at)
+        self.file.at = blank.end() if blank else len(self.file.data)
+
+    def _grid(self, key: str, words: list[str]) -> None:
+        self.grid[key] = self._header_numbers(words)
+
+    def _data(self, key: str, words: list[str]) -> None:
+        self.on = key
+        self.rows[key] = self._count(words, 1)
+
+    def _field(self, key: str, words: list[str]) -> None:
+        for _ in range(self._count(words, 2)):
+            self._field_array()
+
+    def _scalars(self, key: str, words: list[str]) -> None:
+        width = self._count(words, 3) if len(words) > 3 else 1
+        if self.file.peek()[:1] == ["LOOKUP_TABLE"]:
+            self.file.line()
+        self._attribute(words, self._word(words, 2), width)
+
+    def _vectors(self, key: str, words: list[str]) -> None:
+        self._attribute(words, self._word(words, 2), WIDTHS[key])
+
+    def _texture(self, key: str, words: list[str]) -> None:
+        self._attribute(words, self._word(words, 3), self._count(words, 2))
+
+    def _colours(self, key: str, words: list[str]) -> None:
+        self._attribute(words, self._colour_type(), self._count(words, 2))
+
+    def _lookup_table(self, key: str, words: list[str]) -> None:
+        self._numbers(4 * self._count(words, 2), self._colour_type(), key)
+
+    def _colour_type(self) -> str:
+        return "unsigned_char" if self.is_binary else "float"
+
+    def _attribute(self, words: list[str], kind: str, width: int) -> None:
+        self._store(self._word(words, 1), kind, self.rows.get(self.on, 0), width)
 
     def _field_array(self) -> None:
         words = self.file.line()
@@ -165,7 +179,7 @@ class _Legacy:
         fields = self.fields[self.on]
         if name in fields:
             warn(f"{self.path}: two arrays are called '{name}'; the later is renamed")
-            name = next(free for k in range(2, 10**6) if (free := f"{name} ({k})") not in fields)
+            name = free_name(name, fields)
         fields[name] = values.reshape(n, width) if width > 1 else values
 
     def _ragged(self, key: str, n: int, size: int) -> tuple[Array, Array]:
@@ -218,14 +232,9 @@ class _Legacy:
         return points, *structured_cells(shape), None
 
     def _polydata(self) -> tuple[Array, Array, Array, Array]:
-        parts = [(key, *self.cells[key]) for key in SECTIONS if key in self.cells]
-        connectivity = [ids for _, ids, _ in parts] or [np.zeros(0, np.int64)]
-        counts = [np.diff(offsets) for _, _, offsets in parts]
-        types = [_types(key, n) for (key, _, _), n in zip(parts, counts, strict=True)]
-        all_types = np.concatenate(types) if types else np.zeros(0, np.uint8)
-        offsets = offsets_of(np.concatenate(counts)) if counts else np.zeros(1, np.int64)
+        runs = {name: self.cells[key] for key, name in POLYDATA.items() if key in self.cells}
         points = self.points if self.points is not None else np.zeros((0, 3))
-        return points, np.concatenate(connectivity), offsets, all_types
+        return points, *polydata_cells(runs)
 
     def _unstructured(self) -> tuple[Array, Array, Array, Array, Faces | None]:
         points = self.points if self.points is not None else np.zeros((0, 3))
@@ -254,8 +263,7 @@ class _Legacy:
             np.arange(n) * h + o if axis is None else axis
             for n, axis, o, h in zip(shape, axes, origin, spacing, strict=True)
         ]
-        z, y, x = np.meshgrid(full[2], full[1], full[0], indexing="ij")
-        return np.column_stack([x.ravel(), y.ravel(), z.ravel()])
+        return lattice(full)
 
     def _numbers(self, n: int, kind: str, what: str) -> Array:
         dtype = DTYPES.get(kind.lower())
@@ -287,15 +295,21 @@ class _Legacy:
         return int(word)
 
 
-def _types(key: str, counts: Array) -> Array:
-    """VTK types of the cells of one PolyData section."""
-    of: dict[str, Callable[[Array], Any]] = {
-        "VERTICES": lambda n: np.where(n == 1, 1, 2),
-        "LINES": lambda n: np.where(n == 2, 3, 4),
-        "POLYGONS": lambda n: np.full(len(n), 7),
-        "TRIANGLE_STRIPS": lambda n: np.full(len(n), STRIP),
-    }
-    return np.asarray(of[key](counts)).astype(np.uint8)
+_SECTIONS: dict[str, Callable[[_Legacy, str, list[str]], None]] = {
+    "DATASET": _Legacy._dataset,
+    "POINTS": _Legacy._points,
+    **dict.fromkeys((*POLYDATA, "CELLS"), _Legacy._cells),
+    "CELL_TYPES": _Legacy._cell_types,
+    "METADATA": _Legacy._metadata,
+    **dict.fromkeys(("DIMENSIONS", "ORIGIN", "SPACING", "ASPECT_RATIO"), _Legacy._grid),
+    **dict.fromkeys(("POINT_DATA", "CELL_DATA"), _Legacy._data),
+    "FIELD": _Legacy._field,
+    "SCALARS": _Legacy._scalars,
+    **dict.fromkeys(WIDTHS, _Legacy._vectors),
+    "TEXTURE_COORDINATES": _Legacy._texture,
+    "COLOR_SCALARS": _Legacy._colours,
+    "LOOKUP_TABLE": _Legacy._lookup_table,
+}
 
 
 def _unstream(

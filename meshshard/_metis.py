@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from meshshard._processes import die_with_parent, how_it_ended
 from meshshard.errors import PartitionError
 from meshshard.mesh import Array
 
@@ -140,21 +140,12 @@ def _in_child(
             child.kill()
             child.wait()
         if child.returncode:
-            raise PartitionError(_how_it_ended(child.returncode, said, what))
+            raise PartitionError(
+                f"METIS {how_it_ended(child.returncode, said)} on {what}; "
+                "try Metis(recursive=True), another seed, or method=Morton()"
+            )
         results = _map(file.fileno(), {**job["arrays"], **job["results"]})
         return {name: np.array(results[name]) for name in job["results"]}
-
-
-def _how_it_ended(code: int, said: bytes, what: str) -> str:
-    """One line on a child that failed."""
-    lines = said.decode(errors="replace").strip().splitlines()
-    if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-        if code == -signal.SIGKILL:
-            how += " (out of memory?)"
-    else:
-        how = f"failed: {lines[-1]}" if lines else f"failed with exit code {code}"
-    return f"METIS {how} on {what}; try Metis(recursive=True), another seed, or method=Morton()"
 
 
 def _scratch(size: int) -> IO[bytes]:
@@ -182,7 +173,7 @@ def _map(descriptor: int, lengths: dict[str, int]) -> dict[str, Array]:
 
 def _child(descriptor: int, job: dict[str, Any]) -> None:
     """What the child does: map, call, write back."""
-    _die_with_parent()
+    die_with_parent()
     mapped = _map(descriptor, {**job["arrays"], **job["results"]})
     mapped = {name: np.asarray(a) for name, a in mapped.items()}
     call = {"k_way": _call_k_way, "mesh_to_dual": _call_mesh_to_dual}[job["call"]]
@@ -231,16 +222,6 @@ def _call_mesh_to_dual(mapped: dict[str, Array], job: dict[str, Any]) -> None:
     mapped["indptr"][:] = indptr
     count = int(indptr[-1])
     mapped["indices"][:count] = np.ctypeslib.as_array(columns, (count,)) if count else 0
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when the one that started it is gone (Linux)."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:
-            raise SystemExit("the parent is gone")
 
 
 if __name__ == "__main__":

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
-import numpy.typing as npt
 
-from meshshard._checks import STRIP, warn
-from meshshard._datasets import Dataset, offsets_of, structured_cells
+from meshshard._checks import warn
+from meshshard._datasets import Dataset, free_name
 from meshshard._faces import faces_of_stream, listed_faces
+from meshshard._layouts import MOST_IMPLICIT, SECTIONS, lattice, polydata_cells, structured_cells
 from meshshard._xml import INFLATE, Inflate, XmlFile
 from meshshard.errors import ReadError
-from meshshard.mesh import Faces
+from meshshard.mesh import Array, Faces
 
 __all__ = ["read_xml"]
 
-Array = npt.NDArray[Any]
 Element = ElementTree.Element
 DEEPEST = 16  # files that name files that name files: a circle, not a data set
-MOST_IMPLICIT = 1 << 24  # points of a grid that no array backs
+IMAGE = {"Origin": "0 0 0", "Spacing": "1 1 1", "Direction": "1 0 0 0 1 0 0 0 1"}
 COMPOSITE = ("vtkMultiBlockDataSet", "vtkPartitionedDataSetCollection", "vtkPartitionedDataSet")
 
 
@@ -141,45 +139,28 @@ def _integers(element: Element, attribute: str, n: int, path: Path) -> list[int]
 
 def _polydata(file: XmlFile, body: Element, piece: Element) -> Dataset:
     n = _count(piece, "NumberOfPoints", file.path)
-    parts = [
-        (section, *_ragged(file, piece.find(section), rows, "offsets", "connectivity"))
-        for section in ("Verts", "Lines", "Polys", "Strips")
+    runs = {
+        section: _ragged(file, piece.find(section), rows, "offsets", "connectivity")
+        for section in SECTIONS
         if (rows := _count(piece, f"NumberOf{section}", file.path))
-    ]
-    types = [_section_types(section, np.diff(offsets)) for section, offsets, _ in parts]
-    offsets, connectivity = np.zeros(1, np.int64), np.zeros(0, np.int64)
-    if len(parts) == 1:
-        _, offsets, connectivity = parts[0]
-    elif parts:
-        offsets = offsets_of(np.concatenate([np.diff(part[1]) for part in parts]))
-        connectivity = np.concatenate([part[2] for part in parts])
-    n_cells = len(offsets) - 1
+    }
+    connectivity, offsets, types = polydata_cells(runs)
+    n_cells = len(types)
     return Dataset(
         points=_points(file, piece, n),
         connectivity=connectivity,
         offsets=offsets,
-        types=np.concatenate(types) if types else np.zeros(0, np.uint8),
+        types=types,
         point_fields=_fields(file, piece.find("PointData"), n, "point"),
         cell_fields=_fields(file, piece.find("CellData"), n_cells, "cell"),
     )
-
-
-def _section_types(section: str, counts: Array) -> Array:
-    """VTK types of the cells of one PolyData section."""
-    if section == "Polys":
-        return np.full(len(counts), 7, np.uint8)
-    if section == "Strips":
-        return np.full(len(counts), STRIP, np.uint8)
-    if section == "Verts":
-        return np.where(counts == 1, 1, 2).astype(np.uint8)
-    return np.where(counts == 2, 3, 4).astype(np.uint8)
 
 
 def _unstructured(file: XmlFile, body: Element, piece: Element) -> Dataset:
     n = _count(piece, "NumberOfPoints", file.path)
     n_cells = _count(piece, "NumberOfCells", file.path)
     cells = piece.find("Cells")
-    offsets, connectivity = _ragged(file, cells, n_cells, "offsets", "connectivity")
+    connectivity, offsets = _ragged(file, cells, n_cells, "offsets", "connectivity")
     types = file.values(_array(file, cells, "types"), n_cells) if n_cells else np.zeros(0, np.uint8)
     if len(types) and (types.min() < 0 or types.max() > 255):
         raise ReadError(f"{file.path}: cell types must be 0 to 255")
@@ -205,9 +186,9 @@ def _array(file: XmlFile, section: Element | None, name: str) -> Element:
 def _ragged(
     file: XmlFile, section: Element | None, n: int, offsets: str, values: str
 ) -> tuple[Array, Array]:
-    """Offsets from 0 (n + 1,) int64, and the values they cut."""
+    """Values and the offsets that cut them, from 0 (n + 1,) int64."""
     if not n:
-        return np.zeros(1, np.int64), np.zeros(0, np.int64)
+        return np.zeros(0, np.int64), np.zeros(1, np.int64)
     ends = file.values(_array(file, section, offsets), None)
     if len(ends) == n + 1 and ends[0] == 0:
         ends = ends[1:]  # some writers store the leading zero
@@ -215,7 +196,7 @@ def _ragged(
         raise ReadError(f"{file.path}: {len(ends)} {offsets} where the header declares {n} cells")
     out = np.zeros(n + 1, np.int64)
     out[1:] = ends
-    return out, file.values(_array(file, section, values))
+    return file.values(_array(file, section, values)), out
 
 
 def _faces(file: XmlFile, cells: Element | None, n_cells: int) -> Faces | None:
@@ -266,7 +247,7 @@ def _fields(file: XmlFile, section: Element | None, n: int, kind: str) -> dict[s
             continue
         if name in out:
             warn(f"{file.path}: two {kind} arrays are called '{name}'; the later is renamed")
-            name = next(free for k in range(2, 10**6) if (free := f"{name} ({k})") not in out)
+            name = free_name(name, out)
         width = _count(array, "NumberOfComponents", file.path) or 1
         values = file.values(array, n * width)
         out[name] = values.reshape(n, width) if width > 1 else values
@@ -296,24 +277,16 @@ def _lattice(file: XmlFile, body: Element, piece: Element, low: Array, shape: li
     """(n, 3) points of a rectilinear grid or an image, x fastest."""
     coordinates = piece.find("Coordinates")
     if coordinates is not None:
-        axes = [file.values(a, n) for a, n in zip(coordinates, shape, strict=True)]
-        turn = np.eye(3)
-        origin = np.zeros(3)
-    else:
-        floats = {
-            key: np.array([_number(v, file.path) for v in body.get(key, default).split()])
-            for key, default in (
-                ("Origin", "0 0 0"), ("Spacing", "1 1 1"), ("Direction", "1 0 0 0 1 0 0 0 1")
-            )
-        }  # fmt: skip
-        if [len(v) for v in floats.values()] != [3, 3, 9]:
-            raise ReadError(f"{file.path}: Origin, Spacing or Direction of the image is damaged")
-        steps = [np.arange(lo, lo + s) for lo, s in zip(low, shape, strict=True)]
-        axes = [s * h for s, h in zip(steps, floats["Spacing"], strict=True)]
-        turn, origin = floats["Direction"].reshape(3, 3), floats["Origin"]
-    z, y, x = np.meshgrid(axes[2], axes[1], axes[0], indexing="ij")
-    flat = np.column_stack([x.ravel(), y.ravel(), z.ravel()])
-    return np.asarray(flat @ turn.T + origin) if coordinates is None else flat
+        return lattice([file.values(a, n) for a, n in zip(coordinates, shape, strict=True)])
+    origin, spacing, turn = (
+        np.array([_number(word, file.path) for word in body.get(key, default).split()])
+        for key, default in IMAGE.items()
+    )
+    if (len(origin), len(spacing), len(turn)) != (3, 3, 9):
+        raise ReadError(f"{file.path}: Origin, Spacing or Direction of the image is damaged")
+    steps = [np.arange(lo, lo + s) for lo, s in zip(low, shape, strict=True)]
+    flat = lattice([s * h for s, h in zip(steps, spacing, strict=True)])
+    return np.asarray(flat @ turn.reshape(3, 3).T + origin)
 
 
 _KINDS = {

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from meshshard._checks import warn
-from meshshard._datasets import Dataset, offsets_of
+from meshshard._datasets import Dataset
+from meshshard._ragged import offsets_of
 from meshshard._text import Scanner, parse_numbers
 from meshshard.errors import ReadError
+from meshshard.mesh import Array
 
 __all__ = ["merge_points", "read_obj", "read_ply", "read_stl"]
 
-Array = npt.NDArray[Any]
 
 FACET = np.dtype([("normal", "<f4", 3), ("corners", "<f4", (3, 3)), ("attribute", "<u2")])
 _STL_FACET = b"factnormaloutrloopvrtxvrtxvrtxndloopndfact"  # a facet without e, space and numbers

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from meshshard.errors import ReadError
+from meshshard.mesh import Array
 
 __all__ = ["Scanner", "parse_numbers"]
-
-Array = npt.NDArray[Any]
 
 
 def parse_numbers(text: str | bytes, dtype: Any) -> Array:

@@ -5,26 +5,23 @@ Written here rather than by VTK, whose writer does not escape quotes and angle b
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, BinaryIO
 from xml.sax.saxutils import quoteattr
 
 import numpy as np
-import numpy.typing as npt
 
 from meshshard._faces import face_stream
+from meshshard._files import replacing
 from meshshard.cells import LINE, POLYGON, QUAD, TRIANGLE
 from meshshard.errors import MeshshardError
-from meshshard.mesh import Mesh
+from meshshard.mesh import Array, Mesh
 
 __all__ = ["clean_names", "is_polydata", "vtk_type", "write_npz", "write_vtk"]
 
-Array = npt.NDArray[Any]
 
 DTYPES = {
     "i1": "Int8", "u1": "UInt8", "i2": "Int16", "u2": "UInt16", "i4": "Int32", "u4": "UInt32",
@@ -85,10 +82,12 @@ class _Arrays:
         return text
 
     def section(self, name: str, arrays: Mapping[str, Array]) -> str:
+        """An element with the elements of some arrays in it."""
         body = "".join(self.tag(values, key) for key, values in arrays.items())
         return f"<{name}>\n{body}</{name}>\n"
 
-    def append(self, file: BinaryIO) -> None:
+    def append_to(self, file: BinaryIO) -> None:
+        """Write all of them, each behind its length."""
         for values in self.listed:
             file.write(np.uint64(values.nbytes).tobytes())
             file.write(values.reshape(-1).view(np.uint8).data)
@@ -136,13 +135,10 @@ def write_vtk(mesh: Mesh, path: Path) -> None:
         + cells
         + f'</Piece>\n</{kind}>\n<AppendedData encoding="raw">\n_'
     )
-
-    def body(file: BinaryIO) -> None:
+    with replacing(path) as part, part.open("wb") as file:
         file.write(header.encode())
-        arrays.append(file)
+        arrays.append_to(file)
         file.write(b"\n</AppendedData>\n</VTKFile>\n")
-
-    _replace(path, body)
 
 
 def _polydata(mesh: Mesh, arrays: _Arrays) -> tuple[str, str]:
@@ -191,23 +187,5 @@ def write_npz(mesh: Mesh, path: Path) -> None:
     if "points" in mesh.point_fields:
         raise MeshshardError(f"{path}: a field is called 'points'; use .vtp")
     arrays: dict[str, Any] = {"points": mesh.points, **mesh.point_fields}
-    _replace(path, lambda file: np.savez(file, **arrays))
-
-
-def _replace(path: Path, body: Any) -> None:
-    """Write beside, then rename: nobody ever sees half a file."""
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:40]}.", delete=False) as file:
-        try:
-            body(file)
-            file.flush()
-            os.chmod(file.name, 0o666 & ~_umask())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    with replacing(path) as part, part.open("wb") as file:
+        np.savez(file, **arrays)

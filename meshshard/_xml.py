@@ -21,14 +21,13 @@ from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
 import numpy as np
-import numpy.typing as npt
 
 from meshshard._text import parse_numbers
 from meshshard.errors import ReadError
+from meshshard.mesh import Array
 
 __all__ = ["INFLATE", "Inflate", "XmlFile"]
 
-Array = npt.NDArray[Any]
 Inflate = Callable[[bytes, int], bytes]  # (compressed block, size of it inflated) -> bytes
 
 DTYPES = {

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshshard._ragged import offsets_of, ranges
 from meshshard.errors import MeshError
-from meshshard.facets import ranges
 from meshshard.mesh import Array, Faces, Mesh
 from meshshard.partitions import Partition
 
@@ -50,7 +50,7 @@ def extract(mesh: Mesh, cells: Array, points: Array | None = None) -> Piece:
     piece = Mesh(
         points=mesh.points.take(rows, axis=0),
         connectivity=place[ids],
-        offsets=_bounds(stops - starts),
+        offsets=offsets_of(stops - starts),
         types=mesh.types[cells],
         faces=faces,
         point_fields={name: a.take(rows, axis=0) for name, a in mesh.point_fields.items()},
@@ -80,7 +80,7 @@ def assemble(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str = "
         types[cells] = piece.types
         if origin is not None and piece.cell_origin is not None:
             origin[cells] = piece.cell_origin
-    offsets = _bounds(count)
+    offsets = offsets_of(count)
     connectivity = np.empty(offsets[-1], np.int64)
     for piece, cells, rows in pieces:
         connectivity[ranges(offsets[cells], offsets[cells + 1])] = rows[piece.connectivity]
@@ -138,7 +138,7 @@ def _faces_of(mesh: Mesh, cells: Array) -> tuple[Array, Array, Array]:
     faces = ranges(starts, stops)
     first, last = mesh.faces.offsets[faces], mesh.faces.offsets[faces + 1]
     ids = mesh.faces.connectivity[ranges(first, last)]
-    return ids, _bounds(last - first), _bounds(stops - starts)
+    return ids, offsets_of(last - first), offsets_of(stops - starts)
 
 
 def _needed(n_points: int, used: list[Array], first: Array | None) -> Array:
@@ -150,10 +150,6 @@ def _needed(n_points: int, used: list[Array], first: Array | None) -> Array:
         return np.flatnonzero(wanted)
     wanted[first] = False
     return np.concatenate([first, np.flatnonzero(wanted)])
-
-
-def _bounds(count: Array) -> Array:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(count, dtype=np.int64)])
 
 
 def _prove_cover(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str) -> None:
@@ -190,13 +186,13 @@ def _assemble_faces(pieces: Sequence[Piece], n_cells: int) -> Faces | None:
     for piece in pieces:
         if piece.mesh.faces is not None:
             per_cell[piece.cells] = np.diff(piece.mesh.faces.cell_offsets)
-    cell_offsets = _bounds(per_cell)
+    cell_offsets = offsets_of(per_cell)
     per_face = np.zeros(cell_offsets[-1], np.int64)
     places = [ranges(cell_offsets[p.cells], cell_offsets[p.cells + 1]) for p in pieces]
     for piece, place in zip(pieces, places, strict=True):
         if piece.mesh.faces is not None:
             per_face[place] = np.diff(piece.mesh.faces.offsets)
-    offsets = _bounds(per_face)
+    offsets = offsets_of(per_face)
     connectivity = np.empty(offsets[-1], np.int64)
     for piece, place in zip(pieces, places, strict=True):
         if piece.mesh.faces is not None:

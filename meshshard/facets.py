@@ -12,11 +12,12 @@ from functools import cached_property, reduce
 
 import numpy as np
 
+from meshshard._ragged import ranges
 from meshshard.cells import CELL_TYPES, POLYHEDRON, CellType
 from meshshard.errors import MeshError
 from meshshard.mesh import Array, Mesh
 
-__all__ = ["Facets", "Matches", "edges", "facets", "match", "ranges"]
+__all__ = ["Facets", "Matches", "edges", "facets", "match"]
 
 Sides = list[tuple[int, ...]]  # the corners of each facet of one cell
 BLOCK = 1 << 14  # cells or facets at once: what is computed of them stays in the cache
@@ -149,14 +150,6 @@ def _edge_table(cell: CellType) -> list[tuple[int, int]]:
     around = {tuple(sorted(e)) for r in rings for e in zip(r, r[1:] + r[:1], strict=True)}
     hanging = {(c, extra) for c in range(corners) for extra in range(corners, cell.n_points)}
     return sorted((i, j) for i, j in around | hanging if i != j)
-
-
-def ranges(starts: Array, stops: Array) -> Array:
-    """The integers of starts[0]:stops[0], then of starts[1]:stops[1], and so on."""
-    count = stops - starts
-    out = np.repeat(starts - np.cumsum(count) + count, count)
-    out += np.arange(len(out), dtype=out.dtype)
-    return np.asarray(out)
 
 
 def _following(offsets: Array, ids: Array) -> tuple[Array, Array]:

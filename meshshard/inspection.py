@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshshard._ragged import ranges
 from meshshard.errors import MeshWarning
-from meshshard.facets import Facets, Matches, facets, match, ranges
+from meshshard.facets import Facets, Matches, facets, match
 from meshshard.mesh import Array, Mesh, vector_area
 
 __all__ = ["Inspection", "coincident", "glue", "inspect", "open_points", "weld"]

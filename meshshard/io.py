@@ -8,33 +8,31 @@ Fluent, Gmsh, SU2, Abaqus and CGNS in a child process.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from meshshard._arrays import from_arrays, read_csv, read_npy, read_npz, read_pt
-from meshshard._checks import STRIP, warn
+from meshshard._checks import warn
 from meshshard._child import read_in_child, serve
-from meshshard._datasets import Dataset, assemble, offsets_of, structured_cells
+from meshshard._datasets import Dataset, assemble
 from meshshard._faces import face_stream, listed_faces
 from meshshard._guards import gunzip, recognise
+from meshshard._layouts import SECTIONS, polydata_cells, structured_cells
 from meshshard._legacy import read_legacy
 from meshshard._pieces import read_xml
+from meshshard._ragged import offsets_of
 from meshshard._surfaces import read_obj, read_ply, read_stl
 from meshshard._write import clean_names, is_polydata, write_npz, write_vtk
 from meshshard._xml import INFLATE
-from meshshard.cells import POLYGON
 from meshshard.errors import MeshshardError, ReadError
-from meshshard.mesh import Mesh
+from meshshard.mesh import Array, Mesh
 
 __all__ = ["clean_names", "from_arrays", "from_pyvista", "read", "to_pyvista", "to_vtk", "write"]
-
-Array = npt.NDArray[Any]
 
 
 def read(path: str | Path, *, time: float | None = None) -> Mesh:
@@ -139,19 +137,27 @@ def _walk(item: Any, name: str, above: Sequence[str]) -> Iterator[Dataset]:
         return
     if item.IsA("vtkDataSet"):
         yield replace(_leaf(item, name), block="/".join(above))
-    elif item.IsA("vtkMultiBlockDataSet"):
-        for i in range(item.GetNumberOfBlocks()):
-            has = item.HasMetaData(i) and item.GetMetaData(i).Has(item.NAME())
-            block = item.GetMetaData(i).Get(item.NAME()) if has else str(i)
-            yield from _walk(item.GetBlock(i), name, (*above, block.strip()))
-    elif item.IsA("vtkPartitionedDataSetCollection"):
-        for i in range(item.GetNumberOfPartitionedDataSets()):
-            yield from _walk(item.GetPartitionedDataSet(i), name, (*above, str(i)))
-    elif item.IsA("vtkPartitionedDataSet"):
-        for i in range(item.GetNumberOfPartitions()):
-            yield from _walk(item.GetPartitionAsDataObject(i), name, above)
-    else:
-        raise ReadError(f"{name}: a {item.GetClassName()} is no mesh")
+        return
+    for block, child in _children(item, name):
+        yield from _walk(child, name, (*above, *block))
+
+
+def _children(item: Any, name: str) -> list[tuple[tuple[str, ...], Any]]:
+    """What a composite object holds; partitions are pieces of a block, without a name."""
+    if item.IsA("vtkMultiBlockDataSet"):
+        blocks = range(item.GetNumberOfBlocks())
+        return [((_block_name(item, i),), item.GetBlock(i)) for i in blocks]
+    if item.IsA("vtkPartitionedDataSetCollection"):
+        sets = range(item.GetNumberOfPartitionedDataSets())
+        return [((str(i),), item.GetPartitionedDataSet(i)) for i in sets]
+    if item.IsA("vtkPartitionedDataSet"):
+        return [((), item.GetPartitionAsDataObject(i)) for i in range(item.GetNumberOfPartitions())]
+    raise ReadError(f"{name}: a {item.GetClassName()} is no mesh")
+
+
+def _block_name(blocks: Any, i: int) -> str:
+    has = blocks.HasMetaData(i) and blocks.GetMetaData(i).Has(blocks.NAME())
+    return str(blocks.GetMetaData(i).Get(blocks.NAME())).strip() if has else str(i)
 
 
 def _leaf(item: Any, name: str) -> Dataset:
@@ -215,23 +221,10 @@ def _cell_array(cells: Any) -> tuple[Array, Array]:
 
 
 def _polydata_cells(item: Any) -> dict[str, Any]:
-    """Cells of a PolyData in the order of its cell data."""
     sections = (item.GetVerts(), item.GetLines(), item.GetPolys(), item.GetStrips())
-    runs = [_cell_array(section) for section in sections]
-    counts = [np.diff(offsets) for _, offsets in runs]
-    kinds = (
-        np.where(counts[0] == 1, 1, 2),
-        np.where(counts[1] == 2, 3, 4),
-        np.full(len(counts[2]), POLYGON),
-        np.full(len(counts[3]), STRIP),
-    )
-    full = [run for run in runs if len(run[1]) > 1]
-    one = len(full) == 1
-    return {
-        "connectivity": full[0][0] if one else np.concatenate([ids for ids, _ in runs]),
-        "offsets": full[0][1] if one else offsets_of(np.concatenate(counts)),
-        "types": np.concatenate(kinds).astype(np.uint8),
-    }
+    runs = dict(zip(SECTIONS, map(_cell_array, sections), strict=True))
+    connectivity, offsets, types = polydata_cells(runs)
+    return {"connectivity": connectivity, "offsets": offsets, "types": types}
 
 
 def _grid_cells(item: Any) -> dict[str, Any]:
@@ -267,15 +260,16 @@ def to_vtk(mesh: Mesh) -> Any:
         (out.SetVerts if cloud else (out.SetLines if mesh.dim == 1 else out.SetPolys))(cells)
     else:
         _set_cells(out, mesh)
-    for attributes, fields in (
-        (out.GetPointData(), mesh.point_fields),
-        (out.GetCellData(), mesh.cell_fields),
-    ):
-        for name, values in fields.items():
-            array = _vtk(values)
-            array.SetName(name)
-            attributes.AddArray(array)
+    _add_fields(out.GetPointData(), mesh.point_fields)
+    _add_fields(out.GetCellData(), mesh.cell_fields)
     return out
+
+
+def _add_fields(attributes: Any, fields: Mapping[str, Array]) -> None:
+    for name, values in fields.items():
+        array = _vtk(values)
+        array.SetName(name)
+        attributes.AddArray(array)
 
 
 def _set_cells(grid: Any, mesh: Mesh) -> None:

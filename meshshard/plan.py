@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshshard._ragged import ranges
 from meshshard.errors import PartitionError
-from meshshard.facets import ranges
 from meshshard.graph import Graph
 from meshshard.mesh import Array
 
