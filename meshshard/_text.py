@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,11 @@ def parse_numbers(text: str | bytes, dtype: Any) -> Array:
             raise ValueError(str(error)) from None
 
 
+def _leading_numbers(text: bytes) -> Iterator[float]:
+    with suppress(ValueError):
+        yield from map(float, text.split())
+
+
 class Scanner:
     """A place in a file that moves on as lines and numbers are taken.
 
@@ -42,10 +49,10 @@ class Scanner:
         at: the next byte to look at.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Read the file."""
+    def __init__(self, path: Path, data: bytes | None = None) -> None:
+        """Read the file, unless its data are given."""
         self.path = path
-        self.data = path.read_bytes()
+        self.data = path.read_bytes() if data is None else data
         self.at = 0
 
     @cached_property
@@ -100,6 +107,17 @@ class Scanner:
         if len(out) != n:
             raise ReadError(f"{self.path}: {what} is corrupt: not all of its {n} words are numbers")
         return out
+
+    def floats(self) -> Array:
+        """The numbers from here on, up to the first word that is none, left where they are."""
+        text = self.data[self.at :]
+        try:
+            out = parse_numbers(text, np.float64)
+        except ValueError:
+            out = np.empty(0)
+        if len(out) == len(self._starts) - np.searchsorted(self._starts, self.at):
+            return out
+        return np.fromiter(_leading_numbers(text), np.float64)
 
     def binary(self, n: int, dtype: Any, what: str) -> Array:
         """The next `n` binary numbers, in the byte order of this machine.

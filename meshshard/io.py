@@ -24,9 +24,11 @@ from meshshard._faces import face_stream, listed_faces
 from meshshard._guards import gunzip, recognise
 from meshshard._layouts import SECTIONS, polydata_cells, structured_cells
 from meshshard._legacy import read_legacy
+from meshshard._obj import read_obj
 from meshshard._pieces import read_xml
+from meshshard._ply import read_ply
 from meshshard._ragged import offsets_of
-from meshshard._surfaces import read_obj, read_ply, read_stl
+from meshshard._stl import read_stl
 from meshshard._write import clean_names, is_polydata, write_npz, write_vtk
 from meshshard._xml import INFLATE
 from meshshard.errors import MeshshardError, ReadError

@@ -47,7 +47,7 @@ def test_points():
         from_arrays(np.eye(4))
     bad = np.zeros((10, 3))
     bad[[2, 3, 5], 1] = np.nan, np.inf, -np.inf
-    with pytest.raises(MeshError, match="3 points are not finite .* ids 2, 3, 5"):
+    with pytest.raises(MeshError, match=r"3 points are not finite .* ids 2, 3, 5"):
         from_arrays(bad)
     with pytest.raises(MeshError, match="ids 0, 1, 2, 3, 4, …"):
         from_arrays(np.full((10, 3), np.nan))
@@ -66,7 +66,7 @@ def test_dimensions_and_faces():
     solid = Mesh(
         points, np.arange(4), np.array([0, 4]), np.array([42], np.uint8),
         faces=Faces(
-            np.array([0, 4]), np.arange(5) * 3, np.ravel([[0, 1, 2], [0, 1, 3], [0, 2, 3], [1, 2, 9]])
+            np.array([0, 4]), np.arange(5) * 3, np.array([0, 1, 2, 0, 1, 3, 0, 2, 3, 1, 2, 9])
         ),
     )  # fmt: skip
     with pytest.raises(MeshError, match="face 3 refers to point 9"):
