@@ -40,7 +40,7 @@ def test_a_soup_is_glued_into_the_mesh_it_was(mesh):
 def test_two_patches_side_by_side_become_one():
     left, right = grid_surface(3, 3), grid_surface(3, 3)
     both = Mesh(
-        np.concatenate([left.points, [*right.points, 3, 0, 0]]),
+        np.concatenate([left.points, right.points + np.array([3, 0, 0])]),
         np.concatenate([left.connectivity, right.connectivity + left.n_points]),
         np.concatenate([left.offsets, right.offsets[1:] + left.offsets[-1]]),
         np.concatenate([left.types, right.types]),
