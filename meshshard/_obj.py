@@ -81,7 +81,8 @@ class _Block:
         self.ends = np.cumsum(np.diff(bounds)[chosen])
         letters[self.ends - np.diff(bounds)[chosen]] = SPACE
         slash = letters == SLASH
-        if slash.any():
+        self.has_slash = bool(slash.any())
+        if self.has_slash:
             if (letters[np.flatnonzero(slash) - 1] <= SPACE).any():
                 raise ValueError("a word begins with a slash")
             letters[slash] = SPACE
@@ -106,8 +107,8 @@ class _Block:
 def _coordinates(block: _Block) -> Array:
     """(n, 3) the first three numbers of each line."""
     counts, numbers = block.counts(block.starts), block.numbers(np.float64)
-    if not block.leads.all() or (counts < 3).any():
-        raise ValueError("a vertex needs three coordinates")
+    if block.has_slash or (counts < 3).any():
+        raise ValueError("a vertex is three numbers or more")
     return numbers[offsets_of(counts)[:-1, None] + np.arange(3)]
 
 

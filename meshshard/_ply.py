@@ -143,7 +143,20 @@ def _of_rows(rows: Array, properties: list[_Property], ids: Array | None) -> _Co
     if ids is None:
         return _Columns(scalars, *NO_CORNERS)
     n, width = ids.shape
-    return _Columns(scalars, ids.astype(np.int64).ravel(), np.arange(n + 1, dtype=np.int64) * width)
+    return _Columns(scalars, _whole(ids).ravel(), np.arange(n + 1, dtype=np.int64) * width)
+
+
+def _whole(ids: Array) -> Array:
+    """As int64.
+
+    Raises:
+        ValueError: not all of them are whole numbers.
+    """
+    with np.errstate(invalid="ignore"):
+        out = ids.astype(np.int64)
+    if ids.dtype.kind == "f" and (out != ids).any():
+        raise ValueError("a corner that is no whole number")
+    return out
 
 
 def _corners_of(element: _Element) -> _Property | None:
@@ -196,24 +209,32 @@ def _uneven(file: Scanner, coding: str, element: _Element) -> _Columns:
     """The element with rows of any length: a walk finds the counts of its lists."""
     lists, tail = _lists(coding, element.properties)
     try:
-        places, end = _walk(file, coding, element.n, lists, tail.skip)
+        places, file.at = _walk(file, coding, element.n, lists, tail.skip)
+        return _apart(file.data, coding, [*lists, tail], places, _corners_of(element))
     except (struct.error, IndexError, ValueError):
         raise ReadError(
             f"{file.path}: truncated within the element {element.name}, or damaged there"
         ) from None
+
+
+def _apart(
+    data: bytes, coding: str, parts: list[_List], places: Array, wanted: _Property | None
+) -> _Columns:
+    """All scalars and the list `wanted`, from the places of the counts."""
     scalars, corners = {}, NO_CORNERS
-    at = places[:, 0] - lists[0].skip
-    for part, place in zip((*lists, tail), (*places.T, None), strict=True):
+    at = places[:, 0] - parts[0].skip
+    for part, place in zip(parts, (*places.T, None), strict=True):
         for p in part.scalars:
-            scalars[p.name] = _at(file.data, at, _kind(coding, p.kind))[:, 0].astype(p.kind)
+            scalars[p.name] = _at(data, at, _kind(coding, p.kind))[:, 0].astype(p.kind)
             at = at + _kind(coding, p.kind).itemsize
-        if place is not None:
-            length, kind = _kind(coding, part.property.length), _kind(coding, part.property.kind)
-            counts = _at(file.data, place, length)[:, 0].astype(np.int64)
-            if part.property is _corners_of(element):
-                corners = _ragged(file.data, place + length.itemsize, counts, kind)
-            at = place + length.itemsize + counts * kind.itemsize
-    file.at = end
+        if place is None:
+            break
+        length, kind = _kind(coding, part.property.length), _kind(coding, part.property.kind)
+        counts = _at(data, place, length)[:, 0].astype(np.int64)
+        at = place + length.itemsize
+        if part.property is wanted:
+            corners = _ragged(data, at, counts, kind)
+        at = at + counts * kind.itemsize
     return _Columns(scalars, *corners)
 
 
@@ -268,5 +289,5 @@ def _ragged(data: bytes, at: Array, counts: Array, kind: np.dtype[Any]) -> tuple
     ids = np.empty(offsets[-1], np.int64)
     for width in np.flatnonzero(np.bincount(counts)).tolist():
         rows = np.flatnonzero(counts == width)
-        ids[offsets[rows][:, None] + np.arange(width)] = _at(data, at[rows], kind, width)
+        ids[offsets[rows][:, None] + np.arange(width)] = _whole(_at(data, at[rows], kind, width))
     return ids, offsets
