@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from meshshard import store
+from meshshard._ragged import ranges
 from meshshard.comm import Domain, Exchange
 from meshshard.errors import StoreError
-from meshshard.facets import ranges
 from meshshard.mesh import Array, Mesh
 from meshshard.plan import Plan, runs
 from meshshard.tensor import Sharding, ShardTensor

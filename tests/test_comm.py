@@ -4,7 +4,6 @@ import time
 
 import pytest
 import torch
-
 from ranks import Ranks
 
 from meshshard.comm import DomainError, Exchange, init_domain

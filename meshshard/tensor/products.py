@@ -64,7 +64,7 @@ def rmatmul(b: Tensor, a: Tensor) -> Any:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """x W^T + b: rows alone; where features are sharded, partial sums are added, then the bias."""
+    """X W^T + b: rows alone; where features are sharded, partial sums are added, then the bias."""
     ndim = native_ndim(x)
     if type(x) is ShardTensor and type(weight) is not ShardTensor and x._dim < ndim - 1:
         with native():

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshshard._ragged import ranges
 from meshshard.assembly import extract
 from meshshard.cells import TRIANGLE
-from meshshard.facets import facets, match, ranges
+from meshshard.facets import facets, match
 from meshshard.mesh import Array, Mesh
 
 __all__ = ["Drawing", "coarsened", "cut_lines", "drawing_of", "hull", "kept_by_clip"]
