@@ -111,11 +111,13 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: Exchange, pending: _wire.Pending) -> Tensor:
+        """The value."""
         ctx.plan = plan
         return torch.cat([x, pending.wait()])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The value of the adjoint."""
         return linear.apply(Accumulate(ctx.plan), grad), None, None
 
 

@@ -41,11 +41,13 @@ def apply(op: Linear, x: Tensor) -> Tensor:
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: Linear) -> Tensor:
+        """The value."""
         ctx.op = op
         return op(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The value of the adjoint."""
         return apply(ctx.op.adjoint(), grad), None
 
 
@@ -259,6 +261,7 @@ def largest(domain: Domain, x: Tensor, dims: tuple[int, ...] = (), keepdim: bool
 class _Largest(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, domain: Domain, dims: tuple[int, ...]) -> Tensor:
+        """The value."""
         top = _top(domain, x, dims)
         ctx.save_for_backward(x == top)
         ctx.domain, ctx.dims = domain, dims
@@ -266,6 +269,7 @@ class _Largest(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The value of the adjoint."""
         (hit,) = ctx.saved_tensors
         hit = hit.to(grad.dtype)
         ties = hit.sum(ctx.dims, keepdim=True) if ctx.dims else hit.clone()

@@ -43,19 +43,17 @@ def aligned(func: Any, args: Any) -> tuple[list[Any], ShardTensor, int]:
     first = alike(func, args)
     sharding = first._sharding
     back = native_ndim(first) - first._dim
-    out = []
-    for a in args:
-        if type(a) is ShardTensor:
-            if native_ndim(a) - a._dim != back:
-                raise refuse(func, args, None, "sharded dims do not line up")
-        elif isinstance(a, Tensor) and a.ndim >= back:
-            rows = a.shape[a.ndim - back]
-            if rows == sharding.total and rows != 1:
-                a = own_rows(a, sharding, a.ndim - back)
-            elif rows != 1:
-                why = f"a plain tensor has {rows} rows for {sharding.total}"
-                raise refuse(func, args, None, why)
-        out.append(a)
+    out = list(args)
+    for i, a in enumerate(args):
+        if type(a) is ShardTensor and native_ndim(a) - a._dim != back:
+            raise refuse(func, args, None, "sharded dims do not line up")
+        if type(a) is ShardTensor or not isinstance(a, Tensor) or a.ndim < back:
+            continue
+        rows = a.shape[a.ndim - back]
+        if rows not in (1, sharding.total):
+            raise refuse(func, args, None, f"a plain tensor has {rows} rows for {sharding.total}")
+        if rows != 1:
+            out[i] = own_rows(a, sharding, a.ndim - back)
     return out, first, back
 
 

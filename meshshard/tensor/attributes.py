@@ -26,11 +26,11 @@ __all__ = ["RULES"]
 def _asked(func: Callable[..., Any]) -> Rule:
     """The local tensor's own answer, which is the global one too."""
 
-    def rule(*args: Any, **kwargs: Any) -> Any:
+    def _rule(*args: Any, **kwargs: Any) -> Any:
         with native():
             return func(*args, **kwargs)
 
-    return rule
+    return _rule
 
 
 LOCAL_ATTRIBUTES = [
@@ -176,7 +176,7 @@ def register_hook(x: ShardTensor, hook: Callable[[Any], Any]) -> Any:
     with native():
         leaf = x.is_leaf
 
-    def seen(g: Tensor) -> Tensor | None:
+    def _seen(g: Tensor) -> Tensor | None:
         with native():
             shown = g.view_as(g) if leaf else g / scale
         _in_hook[0] = True
@@ -190,7 +190,7 @@ def register_hook(x: ShardTensor, hook: Callable[[Any], Any]) -> Any:
             return answer.view_as(answer) if leaf else answer * scale
 
     with native():
-        return x.register_hook(seen)
+        return x.register_hook(_seen)
 
 
 def retain_grad(x: ShardTensor) -> None:
@@ -200,12 +200,13 @@ def retain_grad(x: ShardTensor) -> None:
             return
         scale = 1 / x._sharding.domain.size
 
-        def keep(g: Tensor) -> None:
+        def _keep(g: Tensor) -> None:
             with native():
                 kept = getattr(x, "_kept", None)
-                x._kept = g * scale if kept is None else kept + g * scale  # type: ignore[attr-defined]
+                more = g * scale
+                x._kept = more if kept is None else kept + more  # type: ignore[attr-defined]
 
-        x.register_hook(keep)
+        x.register_hook(_keep)
 
 
 def backward(
@@ -324,7 +325,7 @@ def text(x: ShardTensor, *_: Any, **__: Any) -> str:
 def new_like(func: Callable[..., Any]) -> Rule:
     """Factories such as new_zeros: the whole shape makes sharded rows, others a plain tensor."""
 
-    def rule(x: ShardTensor, *wanted: Any, **kwargs: Any) -> Any:
+    def _rule(x: ShardTensor, *wanted: Any, **kwargs: Any) -> Any:
         wanted = kwargs.pop("size", wanted)
         shape = torch.Size(
             wanted[0] if len(wanted) == 1 and not isinstance(wanted[0], int) else wanted
@@ -340,14 +341,14 @@ def new_like(func: Callable[..., Any]) -> Rule:
         with native():
             return func(x, shape, *value, **kwargs)
 
-    return rule
+    return _rule
 
 
 def _refused(name: str, why: str) -> Rule:
-    def rule(*args: Any, **kwargs: Any) -> Any:
+    def _rule(*args: Any, **kwargs: Any) -> Any:
         raise refuse(name, args, kwargs, why)
 
-    return rule
+    return _rule
 
 
 LOST = "it would see own rows only: use x.gather() for all, x.to_local() for own rows"

@@ -169,15 +169,20 @@ class ShardTensor(Tensor):
         rule = RULES.get(func)
         if rule is None:
             raise refuse(func, args, kwargs)
-        if _node() is not None and not torch.is_grad_enabled() and not _in_hook[0]:
-            # In the backward of a function outside of us: local autograd. Checkpoints detach there
-            # what they will run forward again, as sharded as it was.
-            if func is not Tensor.detach:
-                with native():
-                    return func(*args, **(kwargs or {}))
+        if _node() is not None and _in_backward(func):
+            with native():
+                return func(*args, **(kwargs or {}))
         if not _forward_mode() and not torch.is_inference_mode_enabled():
             return _in_own_function(rule, func, args, kwargs or {})
         return rule(*args, **kwargs) if kwargs else rule(*args)
+
+
+def _in_backward(func: Any) -> bool:
+    """Whether this is the backward of a function outside of us, which is local autograd.
+
+    Checkpoints detach there what they will run forward again, as sharded as it was.
+    """
+    return not torch.is_grad_enabled() and not _in_hook[0] and func is not Tensor.detach
 
 
 def _in_own_function(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -234,11 +239,11 @@ def shard_rule(func: Callable[..., Any]) -> Callable[[R], R]:
     collectives are differentiable; `ShardTensor.from_local` makes the answer sharded again.
     """
 
-    def install(rule: R) -> R:
+    def _install(rule: R) -> R:
         RULES[func] = rule
         return rule
 
-    return install
+    return _install
 
 
 def name_of(func: Any) -> str:

@@ -19,7 +19,7 @@ __all__ = ["RULES"]
 def _conv(func: Callable[..., Any], n: int) -> Rule:
     """ConvNd of (batch, channels, grid): the first grid dim, or the batch, may be sharded."""
 
-    def rule(
+    def _rule(
         x: Any, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0,
         dilation: Any = 1, groups: int = 1,
     ) -> Any:  # fmt: skip
@@ -43,7 +43,7 @@ def _conv(func: Callable[..., Any], n: int) -> Rule:
             out = out.narrow(x._dim, 0, x._sharding.own)
         return wrap(out, x._sharding, x._dim)
 
-    return rule
+    return _rule
 
 
 def _with_halo(x: ShardTensor, reach: int) -> Tensor:

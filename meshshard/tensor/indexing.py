@@ -224,25 +224,25 @@ def setitem(x: Any, index: Any, value: Any) -> None:
             x[masked] = _plain_value(x, value)
         return
     items, row = _spread(x, items)
-    picked = items[row]
-    if isinstance(picked, slice) and picked == ALL:
-        value = own_part(value, x) if isinstance(value, Tensor) else value
-    elif isinstance(picked, slice):
-        part = _row_slice(x, picked)
-        value = _rows_of(value, part)
-        items[row] = _local_rows(x, picked)
-    elif isinstance(picked, int):
-        own = picked % x._sharding.total - x._sharding.first
-        inside = 0 <= own < x._sharding.own
-        items[row] = slice(own, own + 1) if inside else slice(0, 0)
-        value = _plain_value(x, value)
-    elif _is_mask(picked) and picked.dim() == 1:
-        items[row] = own_part(picked, x)
-        value = _plain_value(x, value)
-    else:
-        raise refuse("Tensor.__setitem__", (x, index), None, "rows by numbers")
+    items[row], value = _target(x, items[row], value)
     with native():
         x[tuple(items)] = value
+
+
+def _target(x: ShardTensor, picked: Any, value: Any) -> tuple[Any, Any]:
+    """Which own rows are set, and this rank's part of the value."""
+    if isinstance(picked, slice):
+        whole = picked == ALL
+        part = x if whole else _row_slice(x, picked)
+        value = own_part(value, part) if isinstance(value, Tensor) else value
+        return (ALL if whole else _local_rows(x, picked)), value
+    value = _plain_value(x, value)
+    if isinstance(picked, int):
+        own = picked % x._sharding.total - x._sharding.first
+        return slice(own, own + 1) if 0 <= own < x._sharding.own else slice(0, 0), value
+    if _is_mask(picked) and picked.dim() == 1:
+        return own_part(picked, x), value
+    raise refuse("Tensor.__setitem__", (x,), None, "rows by numbers")
 
 
 def own_part(value: Tensor, x: ShardTensor) -> Tensor:
@@ -265,11 +265,6 @@ def _plain_value(x: ShardTensor, value: Any) -> Any:
     return value
 
 
-def _rows_of(value: Any, part: ShardTensor) -> Any:
-    """A value for a slice of rows."""
-    return own_part(value, part) if isinstance(value, Tensor) else value
-
-
 def _local_rows(x: ShardTensor, rows: slice) -> slice:
     """A slice of global rows as a slice of own rows."""
     start, stop, step = rows.indices(x._sharding.total)
@@ -279,7 +274,7 @@ def _local_rows(x: ShardTensor, rows: slice) -> slice:
 def _on_other(func: Callable[..., Any], index_at: Sequence[int]) -> Rule:
     """gather, scatter and their kin along other dims: every argument row by row."""
 
-    def rule(x: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
+    def _rule(x: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
         every = [x, *args, *kwargs.values()]
         found = sharded(every)
         first = alike(func, every)
@@ -291,7 +286,7 @@ def _on_other(func: Callable[..., Any], index_at: Sequence[int]) -> Rule:
         with native():
             return wrap(func(x, dim, *args, **kwargs), first._sharding, first._dim)
 
-    return rule
+    return _rule
 
 
 def embedding(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ def _elementwise(func: Callable[..., Any]) -> Rule:
     """Losses whose terms broadcast: mse, l1, huber, binary cross entropy, …."""
     names = list(signature(func).parameters)
 
-    def rule(*args: Any, **kwargs: Any) -> Any:
+    def _rule(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         how = _reduction(func, given)
         tensors = [n for n, v in given.items() if isinstance(v, Tensor)]
@@ -32,7 +32,7 @@ def _elementwise(func: Callable[..., Any]) -> Rule:
             return terms.sum() / shape_of(first)[0]
         return _reduced(terms, how)
 
-    return rule
+    return _rule
 
 
 def _reduction(func: Any, given: dict[str, Any]) -> str:
@@ -54,7 +54,7 @@ def _rowwise(func: Callable[..., Any]) -> Rule:
     """Losses of vectors: a term for each row, classes or features in the last or second dim."""
     names = list(signature(func).parameters)
 
-    def rule(*args: Any, **kwargs: Any) -> Any:
+    def _rule(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         how = _reduction(func, given)
         first = alike(func, list(given.values()))
@@ -70,7 +70,7 @@ def _rowwise(func: Callable[..., Any]) -> Rule:
             terms = func(**parts, reduction="none")
         return _reduced(wrap(terms, first._sharding, 0), how)
 
-    return rule
+    return _rule
 
 
 def cross_entropy(*args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -262,7 +263,7 @@ HOMES = (torch, torch.Tensor, F, torch.special, torch._C._nn)
 def pointwise(func: Callable[..., Any]) -> Rule:
     """The rule of a function of one sharded tensor: the same on its own rows."""
 
-    def rule(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
         if type(x) is not ShardTensor or any(isinstance(a, Tensor) for a in args) or kwargs:
             return general(x, *args, **kwargs)
         with native():
@@ -270,13 +271,13 @@ def pointwise(func: Callable[..., Any]) -> Rule:
         return out if out is x else wrap(out, x._sharding, x._dim)
 
     general = broadcasting(func)
-    return rule
+    return _rule
 
 
 def broadcasting(func: Callable[..., Any]) -> Rule:
     """The rule of a function of several tensors that broadcast."""
 
-    def rule(*args: Any, **kwargs: Any) -> Any:
+    def _rule(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 2 and not kwargs:  # the common case, without a detour
             x, y = args
             if type(x) is ShardTensor and type(y) in (int, float):
@@ -285,7 +286,7 @@ def broadcasting(func: Callable[..., Any]) -> Rule:
                 return out if out is x else wrap(out, x._sharding, x._dim)
         return _broadcast(func, args, kwargs)
 
-    return rule
+    return _rule
 
 
 def _broadcast(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -315,19 +316,17 @@ def _in_place(func: Any) -> bool:
 def everywhere(names: Sequence[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every torch function of some names, in-place twins included."""
     seen = set()
-    for name in names:
-        for home in HOMES:
-            for spelled in (name, f"{name}_"):
-                func = getattr(home, spelled, None)
-                if callable(func) and func not in seen:
-                    seen.add(func)
-                    yield spelled, func
+    for name, home, twin in product(names, HOMES, ("", "_")):
+        func = getattr(home, name + twin, None)
+        if callable(func) and func not in seen:
+            seen.add(func)
+            yield name + twin, func
 
 
 def keeping(func: Callable[..., Any]) -> Rule:
     """The rule of a function that changes how a tensor is stored, not what it is."""
 
-    def rule(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
         if type(x) is not ShardTensor:  # plain.type_as(sharded) and the like
             with native():
                 return func(x, *args, **kwargs)
@@ -337,7 +336,7 @@ def keeping(func: Callable[..., Any]) -> Rule:
             return out
         return wrap(out, x._sharding, x._dim)
 
-    return rule
+    return _rule
 
 
 RULES: dict[Any, Rule] = {

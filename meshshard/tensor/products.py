@@ -123,19 +123,19 @@ def _without_dots(
 
 
 def _labelled(func: Callable[..., Any], left: str, right: str, out: str) -> Rule:
-    def rule(a: Tensor, b: Tensor) -> Any:
+    def _rule(a: Tensor, b: Tensor) -> Any:
         return contract(func, (a, b), (left, right), out, func)
 
-    return rule
+    return _rule
 
 
 def _added(product: Callable[..., Any]) -> Rule:
     """Addmm and its kin: beta times the first, plus alpha times the product of the others."""
 
-    def rule(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    def _rule(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
         return beta * x + alpha * product(a, b)
 
-    return rule
+    return _rule
 
 
 def outer(a: Tensor, b: Tensor) -> Any:

@@ -114,11 +114,11 @@ def _made(draw: Tensor, x: ShardTensor, kwargs: dict[str, Any]) -> ShardTensor:
 def like(func: Callable[..., Any]) -> Rule:
     """zeros_like and its kin."""
 
-    def rule(x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+    def _rule(x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
         with native():
             return wrap(func(x, *args, **kwargs), x._sharding, x._dim)
 
-    return rule
+    return _rule
 
 
 def feature_dropout(x: ShardTensor, p: float = 0.5, training: bool = True,

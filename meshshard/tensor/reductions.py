@@ -328,7 +328,7 @@ def _along(func: Callable[..., Any]) -> Rule:
     at = 1 if func.__name__ in ("topk", "kthvalue", "diff") else 0
     of_all = func.__name__ in ("median", "nanmedian", "prod")
 
-    def rule(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+    def _rule(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
         dim = kwargs.get("dim", args[at] if len(args) > at else None)
         if of_all and not isinstance(dim, int):
             raise refuse(func, (x,), kwargs, "it couples all rows")
@@ -346,7 +346,7 @@ def _along(func: Callable[..., Any]) -> Rule:
             return wrap(out, x._sharding, at_dim)
         return type(out)(tuple(wrap(o, x._sharding, at_dim) for o in out))
 
-    return rule
+    return _rule
 
 
 ALONG = [

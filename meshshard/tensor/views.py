@@ -31,10 +31,10 @@ def followed(func: Callable[..., Any], x: ShardTensor, args: Any, kwargs: Any) -
 def _moving(func: Callable[..., Any]) -> Rule:
     """Functions that only reorder dims."""
 
-    def rule(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+    def _rule(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
         return followed(func, x, args, kwargs)
 
-    return rule
+    return _rule
 
 
 def reshape(x: ShardTensor, *shape: Any, **kwargs: Any) -> ShardTensor:
@@ -156,7 +156,7 @@ def repeat(x: ShardTensor, *sizes: Any) -> ShardTensor:
 def _on_other_dims(func: Callable[..., Any], at: int = 1, name: str = "dims") -> Rule:
     """Functions that act along some dims, which must not be the sharded one."""
 
-    def rule(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+    def _rule(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
         dims = kwargs.get(name, kwargs.get("dim", args[at - 1] if len(args) >= at else None))
         if len(args) > at and all(isinstance(a, int) for a in args):
             dims = args
@@ -167,7 +167,7 @@ def _on_other_dims(func: Callable[..., Any], at: int = 1, name: str = "dims") ->
         with native():
             return wrap(func(x, *args, **kwargs), x._sharding, x._dim)
 
-    return rule
+    return _rule
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Any:
@@ -299,13 +299,13 @@ def pad(x: ShardTensor, pad: Sequence[int], mode: str = "constant", value: Any =
 def triangle(func: Callable[..., Any]) -> Rule:
     """Tril and triu of matrices that are not sharded inside."""
 
-    def rule(x: ShardTensor, diagonal: int = 0) -> Any:
+    def _rule(x: ShardTensor, diagonal: int = 0) -> Any:
         if x._dim >= native_ndim(x) - 2:
             raise refuse(func, (x,), None, "the matrix itself is sharded")
         with native():
             return wrap(func(x, diagonal), x._sharding, x._dim)
 
-    return rule
+    return _rule
 
 
 def _both(name: str, rule: Rule) -> dict[Any, Rule]:
