@@ -22,6 +22,8 @@ from meshshard.quality import Quality, quality_of
 __all__ = ["Partition", "entity_of", "partition"]
 
 CLOUD_NEIGHBOURS = 16  # in-edges of a point of a cloud, where no graph is given
+MOST_PARTS = 2**15  # there is a table of who sends how much to whom
+MOST_RINGS = 255  # a ring is a uint8
 UNEVEN = 1.05  # largest over mean owned rows, above which merged ranks get a warning
 
 
@@ -246,8 +248,10 @@ def partition(
         MeshError: the mesh cannot be cut this way.
     """
     k, targets = _parts(parts)
-    if halo < 1:
-        raise PartitionError(f"halo {halo}: at least one ring is needed")
+    if k > MOST_PARTS:
+        raise PartitionError(f"parts {k}: at most {MOST_PARTS} are planned; ask for fewer")
+    if not 1 <= halo <= MOST_RINGS:
+        raise PartitionError(f"halo {halo}: 1 to {MOST_RINGS} rings can be kept")
     cutter = _method(method)
     if isinstance(mesh, Graph):
         source, entity, graph = None, "nodes", mesh.check()
@@ -340,7 +344,11 @@ def _record(method: Any) -> dict[str, Any]:
     options = (
         {f.name: getattr(method, f.name) for f in fields(method)} if is_dataclass(method) else {}
     )
-    return {"name": name, **{f: v for f, v in options.items() if not hasattr(v, "shape")}}
+    plain = {f: str(v) if isinstance(v, Path) else v for f, v in options.items()}
+    kept = {f: v for f, v in plain.items() if v is None or isinstance(v, (str, int, float))}
+    return {"name": name} | {
+        f: v for f, v in kept.items() if not isinstance(v, float) or v < np.inf
+    }
 
 
 def _as_mesh(mesh: Any) -> Mesh:
