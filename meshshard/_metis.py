@@ -22,7 +22,7 @@ import numpy as np
 from meshshard.errors import PartitionError
 from meshshard.mesh import Array
 
-__all__ = ["Options", "k_way", "mesh_to_dual"]
+__all__ = ["Options", "k_way", "mesh_to_dual", "serve"]
 
 MEMORY = Path("/dev/shm")  # a file in memory, where the system has one with room
 
@@ -114,12 +114,13 @@ def _in_child(
     """Run one job in a child and fetch its results."""
     size = 8 * (sum(len(a) for a in arrays.values()) + sum(job["results"].values()))
     with _scratch(size) as file:
-        for array in arrays.values():
-            np.ascontiguousarray(array, dtype=np.int64).tofile(file)
-        file.truncate(size)
-        file.flush()
+        _fill(file, arrays, size)
         job["arrays"] = {name: len(a) for name, a in arrays.items()}
-        command = [sys.executable, "-m", "meshshard._metis", str(file.fileno()), json.dumps(job)]
+        code = (  # by the same paths as here: a json.py where the user stands is not ours
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            "from meshshard._metis import serve; serve(*sys.argv[1:])"
+        )
+        command = [sys.executable, "-c", code, str(file.fileno()), json.dumps(job)]
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -127,7 +128,6 @@ def _in_child(
             stderr=subprocess.STDOUT,
             pass_fds=[file.fileno()],
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
         try:
             said, _ = child.communicate(timeout=timeout)
@@ -145,11 +145,25 @@ def _in_child(
         return {name: np.array(results[name]) for name in job["results"]}
 
 
+def _fill(file: IO[bytes], arrays: dict[str, Array], size: int) -> None:
+    """Write arrays one after the other, and room for the results."""
+    try:
+        for array in arrays.values():
+            np.ascontiguousarray(array, dtype=np.int64).tofile(file)
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk is met here, not by a crash
+    except OSError as error:
+        raise PartitionError(
+            f"METIS needs a temporary file of {size / 1e6:.0f} MB ({error}); "
+            "make room, or set TMPDIR to a disk that has some"
+        ) from None
+
+
 def _how_it_ended(code: int, said: bytes, what: str) -> str:
     """One line on a child that failed."""
     lines = said.decode(errors="replace").strip().splitlines()
     if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
+        known = {s.value: s.name for s in signal.Signals}
+        how = f"was killed by {known.get(-code, f'signal {-code}')}"
         if code == -signal.SIGKILL:
             how += " (out of memory?)"
     else:
@@ -180,10 +194,16 @@ def _map(descriptor: int, lengths: dict[str, int]) -> dict[str, Array]:
     return out
 
 
-def _child(descriptor: int, job: dict[str, Any]) -> None:
-    """What the child does: map, call, write back."""
+def serve(descriptor: str, text: str) -> None:
+    """What the child does: map, call, write back.
+
+    Args:
+        descriptor: number of the open file that holds the arrays.
+        text: the job, as JSON.
+    """
     _die_with_parent()
-    mapped = _map(descriptor, {**job["arrays"], **job["results"]})
+    job = json.loads(text)
+    mapped = _map(int(descriptor), {**job["arrays"], **job["results"]})
     mapped = {name: np.asarray(a) for name, a in mapped.items()}
     call = {"k_way": _call_k_way, "mesh_to_dual": _call_mesh_to_dual}[job["call"]]
     call(mapped, job)
@@ -241,7 +261,3 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != parent:
             raise SystemExit("the parent is gone")
-
-
-if __name__ == "__main__":
-    _child(int(sys.argv[1]), json.loads(sys.argv[2]))
