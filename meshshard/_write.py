@@ -22,7 +22,7 @@ from meshshard.cells import LINE, POLYGON, QUAD, TRIANGLE
 from meshshard.errors import MeshshardError
 from meshshard.mesh import Mesh
 
-__all__ = ["clean_names", "is_polydata", "vtk_type", "write_npz", "write_vtk"]
+__all__ = ["clean_names", "in_xml", "is_polydata", "vtk_type", "write_npz", "write_vtk"]
 
 Array = npt.NDArray[Any]
 
@@ -64,6 +64,11 @@ def is_polydata(mesh: Mesh) -> bool:
     return all(kind in FLAT for kind in kinds)
 
 
+def in_xml(name: str) -> str:
+    """A name as a quoted attribute; what XML cannot hold is replaced."""
+    return quoteattr(_NOT_XML.sub("_", name))
+
+
 class _Arrays:
     """Arrays to append, each with its offset."""
 
@@ -77,7 +82,7 @@ class _Arrays:
         width = int(np.prod(values.shape[1:], dtype=np.int64)) if values.ndim > 1 else 1
         kind = vtk_type(values)
         text = (
-            f'<DataArray type="{kind}" Name={quoteattr(_NOT_XML.sub("_", name))} '
+            f'<DataArray type="{kind}" Name={in_xml(name)} '
             f'NumberOfComponents="{width}" format="appended" offset="{self.at}"/>\n'
         )
         self.listed.append(values)
@@ -164,7 +169,7 @@ def _polydata(mesh: Mesh, arrays: _Arrays) -> tuple[str, str]:
 
 def _unstructured(mesh: Mesh, arrays: _Arrays) -> tuple[str, str]:
     ids, ends, types = mesh.connectivity, mesh.offsets[1:], mesh.types
-    if not mesh.n_cells:
+    if not mesh.n_cells and not mesh.cell_fields:  # as above
         ids = np.arange(mesh.n_points, dtype=np.int64)
         ends, types = ids + 1, np.ones(mesh.n_points, np.uint8)
     cells = {"connectivity": _ids(ids), "offsets": ends, "types": types}
@@ -196,14 +201,25 @@ def write_npz(mesh: Mesh, path: Path) -> None:
 
 def _replace(path: Path, body: Any) -> None:
     """Write beside, then rename: nobody ever sees half a file."""
+    try:
+        _write_beside(path, body)
+    except OSError as error:
+        raise MeshshardError(
+            f"{path}: cannot be written ({error.strerror or error}); "
+            "make its directory, or room in it, or write elsewhere"
+        ) from None
+
+
+def _write_beside(path: Path, body: Any) -> None:
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:40]}.", delete=False) as file:
+        part = Path(file.name)
         try:
             body(file)
             file.flush()
-            os.chmod(file.name, 0o666 & ~_umask())
-            os.replace(file.name, path)
+            part.chmod(0o666 & ~_umask())
+            part.replace(path)
         except BaseException:
-            os.unlink(file.name)
+            part.unlink(missing_ok=True)
             raise
 
 
