@@ -24,6 +24,7 @@ from meshshard.mesh import Array
 
 __all__ = ["Options", "k_way", "mesh_to_dual", "serve"]
 
+LONGEST = 1e6  # seconds that a poll can wait
 MEMORY = Path("/dev/shm")  # a file in memory, where the system has one with room
 
 
@@ -129,20 +130,25 @@ def _in_child(
             pass_fds=[file.fileno()],
             start_new_session=True,
         )
-        try:
-            said, _ = child.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise PartitionError(
-                f"METIS did not finish {what} in {timeout:.0f} s and was stopped; "
-                "give Metis(timeout=…) more, or take method=Morton()"
-            ) from None
-        finally:
-            child.kill()
-            child.wait()
+        with child:
+            said = _last_words(child, timeout, what)
         if child.returncode:
             raise PartitionError(_how_it_ended(child.returncode, said, what))
         results = _map(file.fileno(), {**job["arrays"], **job["results"]})
         return {name: np.array(results[name]) for name in job["results"]}
+
+
+def _last_words(child: subprocess.Popen[bytes], timeout: float, what: str) -> bytes:
+    """What a child says until it ends; it never outlives this call."""
+    try:
+        return child.communicate(timeout=min(timeout, LONGEST))[0]
+    except subprocess.TimeoutExpired:
+        raise PartitionError(
+            f"METIS did not finish {what} in {timeout:g} s and was stopped; "
+            "give Metis(timeout=…) more, or take method=Morton()"
+        ) from None
+    finally:
+        child.kill()
 
 
 def _fill(file: IO[bytes], arrays: dict[str, Array], size: int) -> None:

@@ -64,6 +64,8 @@ class Metis:
         if not self.imbalance > 1:
             raise PartitionError(f"imbalance {self.imbalance} must be above 1, 1.005 for 0.5 %")
         _check_seed(self.seed)
+        if self.timeout is not None and not self.timeout > 0:
+            raise PartitionError(f"timeout {self.timeout}: seconds above 0 are needed")
         weights = _whole_numbers(graph.weights)
         loads = np.ones(graph.n_nodes) if weights is None else weights.astype(float)
         few = graph.n_nodes < FEW * parts if self.recursive is None else self.recursive

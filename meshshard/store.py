@@ -156,22 +156,28 @@ class Folder:
     def piece(self, shard: int) -> Piece:
         """The geometry and fields of one shard, and the rows of the mesh they come from."""
         arrays = self.arrays(shard)
-        faces = None
-        if "faces.offsets" in arrays:
-            faces = Faces(*(arrays[f"faces.{name}"] for name in Faces._fields))
-        mesh = Mesh(
-            points=arrays["points.xyz"],
-            connectivity=arrays["cells.connectivity"],
-            offsets=arrays["cells.offsets"],
-            types=arrays["cells.types"],
-            faces=faces,
-            point_fields=_with_prefix(arrays, "point:"),
-            cell_fields=_with_prefix(arrays, "cell:"),
-            cell_origin=arrays.get("cells.file_row"),
-            blocks=tuple(self.manifest.get("blocks", ())),
-            name=f"{self.manifest['name']} shard {shard}",
-        )
-        return Piece(mesh, arrays["cells.origin"], arrays["points.origin"])
+        with damage_is_loud(self.path):
+            faces = None
+            if "faces.offsets" in arrays:
+                faces = Faces(*(arrays[f"faces.{name}"] for name in Faces._fields))
+            mesh = Mesh(
+                points=arrays["points.xyz"],
+                connectivity=arrays["cells.connectivity"],
+                offsets=arrays["cells.offsets"],
+                types=arrays["cells.types"],
+                faces=faces,
+                point_fields=self._fields(arrays, "points"),
+                cell_fields=self._fields(arrays, "cells"),
+                cell_origin=arrays.get("cells.file_row"),
+                blocks=tuple(self.manifest["blocks"]),
+                name=f"{self.manifest['name']} shard {shard}",
+            )
+            return Piece(mesh, arrays["cells.origin"], arrays["points.origin"])
+
+    def _fields(self, arrays: Mapping[str, Array], on: str) -> dict[str, Array]:
+        """Fields of a shard, in the order of the file."""
+        names = [field["name"] for field in self.manifest["fields"] if field["on"] == on]
+        return {name: arrays[f"{on.removesuffix('s')}:{name}"] for name in names}
 
     def origin(self, shard: int) -> Array:
         """(n_owned,) row in the mesh of every owned row."""
@@ -392,7 +398,3 @@ def _part_name(name: str, shard: int) -> str:
     if not name.replace("-", "").replace("_", "").isalnum():
         raise StoreError(f"{name!r} cannot name a file; letters, digits, - and _ can")
     return f"{name}_{shard:05d}.safetensors"
-
-
-def _with_prefix(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    return {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
