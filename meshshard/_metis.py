@@ -149,6 +149,7 @@ def _last_words(child: subprocess.Popen[bytes], timeout: float, what: str) -> by
         ) from None
     finally:
         child.kill()
+        child.wait()  # after Ctrl-C, leaving its block would not
 
 
 def _fill(file: IO[bytes], arrays: dict[str, Array], size: int) -> None:

@@ -85,7 +85,10 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         import importlib.metadata
 
-        print(f"meshshard {importlib.metadata.version('meshshard')}")
+        try:
+            print(f"meshshard {importlib.metadata.version('meshshard')}")
+        except importlib.metadata.PackageNotFoundError:
+            print("meshshard (its source, not installed)")
         parser.exit()
 
 

@@ -40,11 +40,10 @@ def k_way(graph: Graph, parts: int = 2, **options: Any) -> np.ndarray:
     return _metis.k_way(graph.indptr, graph.indices, parts, _metis.Options(), **options)
 
 
-def left_behind() -> set[str]:
-    """Temporary files, and what the system still holds open of unlinked ones."""
-    here = {str(f) for d in ("/dev/shm", tempfile.gettempdir()) for f in Path(d).glob("tmp*")}
+def held_open() -> set[str]:
+    """Unlinked files that this process still holds open."""
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return here | {name for link in links if "(deleted)" in (name := str(link.readlink()))}
+    return {name for link in links if "(deleted)" in (name := str(link.readlink()))}
 
 
 def children() -> list[psutil.Process]:
@@ -52,10 +51,15 @@ def children() -> list[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_behind() -> Any:
-    before, ours = left_behind(), set(children())
+def _nothing_stays_behind(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    scratch = tmp_path_factory.mktemp("scratch")
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(_metis, "MEMORY", scratch)
+    before, ours = held_open(), set(children())
     yield
-    assert left_behind() <= before
+    assert held_open() <= before
+    assert not list(scratch.iterdir())
     assert set(children()) <= ours
 
 
@@ -120,6 +124,11 @@ def test_an_absurd_graph(far: int) -> None:
     with pytest.raises(PartitionError) as caught:
         _metis.k_way(graph.indptr, indices, 4, _metis.Options(), timeout=20)
     assert "on 900 nodes into 4 parts" in one_line(caught)
+
+
+def test_without_files_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_metis, "MEMORY", tmp_path / "nowhere")
+    assert set(k_way(grid(20), 3)) == {0, 1, 2}
 
 
 def test_no_room_for_the_arrays(tmp_path: Path) -> None:
