@@ -78,10 +78,9 @@ def _with_halo(folder: Folder, labels: Array) -> Iterator[Piece]:
             piece = extract(whole, own.cells, np.concatenate([folder.origin(shard), halo]))
             cell_ghost, point_ghost = np.zeros(len(own.cells), bool), labels[piece.points] != shard
         else:
-            piece = extract(whole, np.concatenate([own.cells, halo]))
-            seen = np.zeros(whole.n_points, bool)
-            seen[own.points] = True
-            cell_ghost, point_ghost = labels[piece.cells] != shard, ~seen[piece.points]
+            piece = extract(whole, np.concatenate([own.cells, halo]), own.points)
+            cell_ghost = labels[piece.cells] != shard
+            point_ghost = np.arange(len(piece.points)) >= len(own.points)
         flags = {"cell": _flags(cell_ghost)} if whole.n_cells else {}
         yield piece._replace(mesh=piece.mesh.with_fields(point=_flags(point_ghost), **flags))
 

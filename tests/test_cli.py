@@ -211,8 +211,6 @@ def test_welding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert ("2 points on open edges merged within 0.01" in err) == bool(merged)
         back = store.load(tmp_path / "gap.shards").check().gather()
         assert_same(back, io.read(tmp_path / "gap.vtp"))
-            store.load(tmp_path / "gap.shards").check().gather(), io.read(tmp_path / "gap.vtp")
-        )
 
 
 def test_a_cloud_and_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
