@@ -130,7 +130,8 @@ class RCB:
     def __call__(self, graph: Graph, parts: int, targets: Array | None = None) -> Array:
         """Labels (n_nodes,) int64 by position."""
         positions = _positions(graph, "RCB")
-        loads = np.ones(graph.n_nodes) if graph.weights is None else graph.weights
+        weights = _whole_numbers(graph.weights)
+        loads = np.ones(graph.n_nodes) if weights is None else weights
         shares = np.full(parts, 1 / parts) if targets is None else targets
         labels = np.zeros(graph.n_nodes, np.int64)
         todo = [(np.arange(graph.n_nodes), 0, parts)]

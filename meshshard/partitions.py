@@ -16,7 +16,7 @@ from meshshard.graph import Graph, cell_graph, cuthill_mckee, knn_graph, point_g
 from meshshard.inspection import glue
 from meshshard.mesh import Array, Mesh
 from meshshard.partitioners import Given, Metis, Partitioner, label
-from meshshard.plan import Halo, Plan, halo_of, plan_of, runs, send_lists
+from meshshard.plan import Halo, Plan, halo_of, plan_of, received, runs, send_lists
 from meshshard.quality import Quality, quality_of
 
 __all__ = ["Partition", "entity_of", "partition"]
@@ -167,21 +167,11 @@ class Partition:
         if int(self.sizes.sum()) != n or (np.bincount(self.origin, minlength=n) != 1).any():
             raise PartitionError(f"shards own {self.sizes.sum()} rows, not each of {n} once")
         plans = [self.plan(p) for p in range(self.k)]
-        for plan in plans:
-            received = self._received(plans, plan.shard)
-            if len(received) != len(plan.halo) or (received != plan.halo).any():
+        for plan, ids in zip(plans, received(plans, self.sizes), strict=True):
+            if not np.array_equal(ids, plan.halo):
                 raise PartitionError(f"shard {plan.shard}: rows sent are not the rows it needs")
             self._check_edges(plan)
         return self
-
-    def _received(self, plans: list[Plan], shard: int) -> Array:
-        """Ids that peers send to a shard, in the order of the peers."""
-        parts = [np.zeros(0, np.int64)]
-        for peer in plans:
-            stop = np.cumsum(peer.send_counts)[shard]
-            rows = peer.send_rows[stop - peer.send_counts[shard] : stop]
-            parts.append(rows + self.offsets[peer.shard])
-        return np.concatenate(parts)
 
     def _check_edges(self, plan: Plan) -> None:
         """Local sources, seen as ids, are the graph's own."""

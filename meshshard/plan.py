@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from meshshard.facets import ranges
 from meshshard.graph import Graph
 from meshshard.mesh import Array
 
-__all__ = ["Halo", "Plan", "halo_of", "plan_of", "runs", "send_lists"]
+__all__ = ["Halo", "Plan", "halo_of", "plan_of", "received", "runs", "send_lists"]
 
 
 class Halo(NamedTuple):
@@ -124,6 +125,21 @@ def send_lists(halo: Halo, sizes: Array) -> tuple[Array, Array, Array]:
     order = np.argsort(owner, kind="stable")
     rows = halo.ids[order] - offsets[owner[order]]
     return np.concatenate([[0], np.cumsum(counts.sum(axis=0))]), rows, counts
+
+
+def received(plans: Sequence[Plan], sizes: Array) -> list[Array]:
+    """Ids that are sent to every shard, by owner: in a plan that closes, its halo.
+
+    Args:
+        plans: of all shards, in their order.
+        sizes: (k,) owned rows of every shard.
+    """
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    ids = [p.send_rows.astype(np.int64) + first[p.shard] for p in plans]
+    to = np.concatenate([np.repeat(np.arange(len(plans)), p.send_counts) for p in plans])
+    order = np.argsort(to, kind="stable")
+    counts = np.bincount(to, minlength=len(plans))
+    return np.split(np.concatenate(ids)[order], np.cumsum(counts)[:-1])
 
 
 def plan_of(

@@ -37,7 +37,7 @@ from meshshard.assembly import Piece, assemble, pieces_of
 from meshshard.errors import MeshError, StoreError
 from meshshard.mesh import Array, Faces, Mesh
 from meshshard.partitions import Partition
-from meshshard.plan import Plan
+from meshshard.plan import Plan, received
 
 __all__ = ["SCHEMA", "Folder", "load", "plain", "save", "sha256"]
 
@@ -276,15 +276,9 @@ class Folder:
             StoreError: naming the file or shard that is wrong.
         """
         self.gather()
-        first = np.concatenate([[0], np.cumsum(self.sizes)])
         plans = [self.plan(p) for p in range(self.k)]
-        for plan in plans:
-            sent = [np.zeros(0, np.int64)]
-            for peer in plans:
-                stop = int(np.cumsum(peer.send_counts)[plan.shard])
-                rows = peer.send_rows[stop - int(peer.send_counts[plan.shard]) : stop]
-                sent.append(rows.astype(np.int64) + first[peer.shard])
-            if not np.array_equal(np.concatenate(sent), plan.halo):
+        for plan, ids in zip(plans, received(plans, self.sizes), strict=True):
+            if not np.array_equal(ids, plan.halo):
                 raise StoreError(f"{self.path}: shard {plan.shard} is not sent the rows it needs")
         return self
 

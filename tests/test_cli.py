@@ -155,6 +155,7 @@ def test_targets_and_weights(body: str, capsys: pytest.CaptureFixture[str]) -> N
         (("--weight", "no"), "no field 'no' on cells; there are: "),
         (("--weight", "wallShearStressMeanTrim"), "weights of shape (9794, 3)"),
         (("--weight", "pMeanTrim"), "must be finite and not negative"),
+        (("--weight", "pMeanTrim", "--method", "rcb"), "must be finite and not negative"),
         (("--fields", "no"), "no field 'no'; there are: "),
     ):
         _, err = say(capsys, "partition", body, "--parts", 2, *words, code=1)

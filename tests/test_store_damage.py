@@ -3,18 +3,16 @@
 import json
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from samples import assert_same, cut, environment, surface, volume
+from samples import assert_same, cut, surface, volume
 
 from meshshard import report, store
 from meshshard.errors import MeshshardError, StoreError
@@ -190,44 +188,50 @@ def test_damaged_results(folder: Path) -> None:
         assert "\n" not in str(said_by(lambda: list(found.gather_put())))
 
 
-WRITER = """
-import sys
+KILLER = """
+import os, random, shutil, signal, sys, time
+from pathlib import Path
 sys.path.insert(0, {tests!r})
 from samples import cut, surface
-mesh = surface(60, 40)
-made = cut(mesh, 12, method="{labels}")
-print("ready", flush=True)
-while True:
-    made.save(sys.argv[1], force={force})
-    if not {force}:
-        break
+from test_store_damage import state
+target, force, labels = Path(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
+mesh, rng = surface(60, 40), random.Random(5)
+made = cut(mesh, 12, method=labels)
+began = time.perf_counter()
+made.save(target)
+took = time.perf_counter() - began
+for _ in range(25):
+    if not force:
+        shutil.rmtree(target.parent)
+    writer = os.fork()
+    if not writer:
+        made.save(target, force=force)
+        os._exit(0)
+    time.sleep(1.2 * took * rng.random())
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+    target.parent.mkdir(exist_ok=True)
+    print(state(target, mesh))
+made.save(target, force=True)
+print(state(target, mesh), [f.name for f in target.parent.iterdir()])
 """
 
 
 @pytest.mark.parametrize("force", [False, True])
 def test_a_writer_killed_at_any_moment(tmp_path: Path, force: bool) -> None:
-    mesh, rng = surface(60, 40), random.Random(5)
+    """The old folder, the new one or none, never half of one; the next writer clears up."""
     labels = tmp_path / "labels"
-    labels.write_text("\n".join(str(i % 12) for i in range(mesh.n_cells)))
-    code = WRITER.format(tests=str(Path(__file__).parent), force=force, labels=labels)
-    target = tmp_path / "out" / "x.shards"
-    states = set()
-    for _ in range(14):
-        if not force:
-            shutil.rmtree(target.parent, ignore_errors=True)
-        writer = subprocess.Popen(
-            [sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE, env=environment()
-        )
-        with writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == b"ready\n"
-            time.sleep(rng.random() * 0.12)
-            writer.send_signal(signal.SIGKILL)
-        states.add(state(target, mesh))
-    assert states <= {"whole", "none"}
-    cut(mesh, 12, method=labels).save(target, force=True)
-    assert [f.name for f in target.parent.iterdir()] == ["x.shards"]
-    assert state(target, mesh) == "whole"
+    labels.write_text("\n".join(str(i % 12) for i in range(surface(60, 40).n_cells)))
+    code = KILLER.format(tests=str(Path(__file__).parent))
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "out" / "x.shards")]
+    done = subprocess.run(
+        [*command, str(force), str(labels)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    *states, last = done.stdout.splitlines()
+    assert len(states) == 25
+    assert set(states) <= {"whole", "none"}
+    assert "whole" in states if force else "none" in states
+    assert last == "whole ['x.shards']"
 
 
 def state(target: Path, mesh: Mesh) -> str:
