@@ -22,8 +22,9 @@ from meshshard._processes import die_with_parent, how_it_ended
 from meshshard.errors import PartitionError
 from meshshard.mesh import Array
 
-__all__ = ["Options", "k_way", "mesh_to_dual"]
+__all__ = ["Options", "k_way", "mesh_to_dual", "serve"]
 
+LONGEST = 1e6  # seconds that a poll can wait
 MEMORY = Path("/dev/shm")  # a file in memory, where the system has one with room
 
 
@@ -114,12 +115,13 @@ def _in_child(
     """Run one job in a child and fetch its results."""
     size = 8 * (sum(len(a) for a in arrays.values()) + sum(job["results"].values()))
     with _scratch(size) as file:
-        for array in arrays.values():
-            np.ascontiguousarray(array, dtype=np.int64).tofile(file)
-        file.truncate(size)
-        file.flush()
+        _fill(file, arrays, size)
         job["arrays"] = {name: len(a) for name, a in arrays.items()}
-        command = [sys.executable, "-m", "meshshard._metis", str(file.fileno()), json.dumps(job)]
+        code = (  # by the same paths as here: a json.py where the user stands is not ours
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            "from meshshard._metis import serve; serve(*sys.argv[1:])"
+        )
+        command = [sys.executable, "-c", code, str(file.fileno()), json.dumps(job)]
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -127,18 +129,9 @@ def _in_child(
             stderr=subprocess.STDOUT,
             pass_fds=[file.fileno()],
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
-        try:
-            said, _ = child.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise PartitionError(
-                f"METIS did not finish {what} in {timeout:.0f} s and was stopped; "
-                "give Metis(timeout=…) more, or take method=Morton()"
-            ) from None
-        finally:
-            child.kill()
-            child.wait()
+        with child:
+            said = _last_words(child, timeout, what)
         if child.returncode:
             raise PartitionError(
                 f"METIS {how_it_ended(child.returncode, said)} on {what}; "
@@ -146,6 +139,33 @@ def _in_child(
             )
         results = _map(file.fileno(), {**job["arrays"], **job["results"]})
         return {name: np.array(results[name]) for name in job["results"]}
+
+
+def _last_words(child: subprocess.Popen[bytes], timeout: float, what: str) -> bytes:
+    """What a child says until it ends; it never outlives this call."""
+    try:
+        return child.communicate(timeout=min(timeout, LONGEST))[0]
+    except subprocess.TimeoutExpired:
+        raise PartitionError(
+            f"METIS did not finish {what} in {timeout:g} s and was stopped; "
+            "give Metis(timeout=…) more, or take method=Morton()"
+        ) from None
+    finally:
+        child.kill()
+        child.wait()  # after Ctrl-C, leaving its block would not
+
+
+def _fill(file: IO[bytes], arrays: dict[str, Array], size: int) -> None:
+    """Write arrays one after the other, and room for the results."""
+    try:
+        for array in arrays.values():
+            np.ascontiguousarray(array, dtype=np.int64).tofile(file)
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk is met here, not by a crash
+    except OSError as error:
+        raise PartitionError(
+            f"METIS needs a temporary file of {size / 1e6:.0f} MB ({error}); "
+            "make room, or set TMPDIR to a disk that has some"
+        ) from None
 
 
 def _scratch(size: int) -> IO[bytes]:
@@ -171,10 +191,16 @@ def _map(descriptor: int, lengths: dict[str, int]) -> dict[str, Array]:
     return out
 
 
-def _child(descriptor: int, job: dict[str, Any]) -> None:
-    """What the child does: map, call, write back."""
+def serve(descriptor: str, text: str) -> None:
+    """What the child does: map, call, write back.
+
+    Args:
+        descriptor: number of the open file that holds the arrays.
+        text: the job, as JSON.
+    """
     die_with_parent()
-    mapped = _map(descriptor, {**job["arrays"], **job["results"]})
+    job = json.loads(text)
+    mapped = _map(int(descriptor), {**job["arrays"], **job["results"]})
     mapped = {name: np.asarray(a) for name, a in mapped.items()}
     call = {"k_way": _call_k_way, "mesh_to_dual": _call_mesh_to_dual}[job["call"]]
     call(mapped, job)
@@ -222,7 +248,3 @@ def _call_mesh_to_dual(mapped: dict[str, Array], job: dict[str, Any]) -> None:
     mapped["indptr"][:] = indptr
     count = int(indptr[-1])
     mapped["indices"][:count] = np.ctypeslib.as_array(columns, (count,)) if count else 0
-
-
-if __name__ == "__main__":
-    _child(int(sys.argv[1]), json.loads(sys.argv[2]))

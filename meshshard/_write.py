@@ -5,9 +5,10 @@ Written here rather than by VTK, whose writer does not escape quotes and angle b
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from xml.sax.saxutils import quoteattr
@@ -20,7 +21,7 @@ from meshshard.cells import LINE, POLYGON, QUAD, TRIANGLE
 from meshshard.errors import MeshshardError
 from meshshard.mesh import Array, Mesh
 
-__all__ = ["clean_names", "is_polydata", "vtk_type", "write_npz", "write_vtk"]
+__all__ = ["clean_names", "in_xml", "is_polydata", "vtk_type", "write_npz", "write_vtk"]
 
 
 DTYPES = {
@@ -61,6 +62,11 @@ def is_polydata(mesh: Mesh) -> bool:
     return all(kind in FLAT for kind in kinds)
 
 
+def in_xml(name: str) -> str:
+    """A name as a quoted attribute; what XML cannot hold is replaced."""
+    return quoteattr(_NOT_XML.sub("_", name))
+
+
 class _Arrays:
     """Arrays to append, each with its offset."""
 
@@ -74,7 +80,7 @@ class _Arrays:
         width = int(np.prod(values.shape[1:], dtype=np.int64)) if values.ndim > 1 else 1
         kind = vtk_type(values)
         text = (
-            f'<DataArray type="{kind}" Name={quoteattr(_NOT_XML.sub("_", name))} '
+            f'<DataArray type="{kind}" Name={in_xml(name)} '
             f'NumberOfComponents="{width}" format="appended" offset="{self.at}"/>\n'
         )
         self.listed.append(values)
@@ -135,7 +141,7 @@ def write_vtk(mesh: Mesh, path: Path) -> None:
         + cells
         + f'</Piece>\n</{kind}>\n<AppendedData encoding="raw">\n_'
     )
-    with replacing(path) as part, part.open("wb") as file:
+    with _whole(path) as part, part.open("wb") as file:
         file.write(header.encode())
         arrays.append_to(file)
         file.write(b"\n</AppendedData>\n</VTKFile>\n")
@@ -160,7 +166,7 @@ def _polydata(mesh: Mesh, arrays: _Arrays) -> tuple[str, str]:
 
 def _unstructured(mesh: Mesh, arrays: _Arrays) -> tuple[str, str]:
     ids, ends, types = mesh.connectivity, mesh.offsets[1:], mesh.types
-    if not mesh.n_cells:
+    if not mesh.n_cells and not mesh.cell_fields:  # as above
         ids = np.arange(mesh.n_points, dtype=np.int64)
         ends, types = ids + 1, np.ones(mesh.n_points, np.uint8)
     cells = {"connectivity": _ids(ids), "offsets": ends, "types": types}
@@ -187,5 +193,18 @@ def write_npz(mesh: Mesh, path: Path) -> None:
     if "points" in mesh.point_fields:
         raise MeshshardError(f"{path}: a field is called 'points'; use .vtp")
     arrays: dict[str, Any] = {"points": mesh.points, **mesh.point_fields}
-    with replacing(path) as part, part.open("wb") as file:
+    with _whole(path) as part, part.open("wb") as file:
         np.savez(file, **arrays)
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Write beside, then rename: nobody ever sees half a file."""
+    try:
+        with replacing(path) as part:
+            yield part
+    except OSError as error:
+        raise MeshshardError(
+            f"{path}: cannot be written ({error.strerror or error}); "
+            "make its directory, or room in it, or write elsewhere"
+        ) from None

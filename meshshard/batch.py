@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from meshshard import _workers
 from meshshard.errors import MeshshardError, MeshWarning, PartitionError, StoreError
 from meshshard.graph import Graph, knn_graph
 from meshshard.mesh import Mesh
@@ -18,6 +20,7 @@ from meshshard.mesh import Mesh
 __all__ = ["Job", "memory_note", "partition_file", "partition_files", "targets_of"]
 
 LARGE = 200_000_000  # bytes of a file from which its memory is predicted aloud
+_ONE_AT_A_TIME = threading.Lock()  # Python records warnings for a process, not for a thread
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def partition_file(path: str, folder: str, job: Job) -> dict[str, Any]:
     """
     began = time.perf_counter()
     outcome: dict[str, Any] = {"input": path, "folder": folder, "warnings": [], "said": []}
-    with warnings.catch_warnings(record=True) as caught:
+    with _ONE_AT_A_TIME, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             outcome |= _partition_file(path, Path(folder), job, outcome["said"])
@@ -124,18 +127,25 @@ def partition_files(
         folders: from `targets_of`.
         job: what to do.
         jobs: processes of this machine.
-        dask: address of a Dask scheduler whose workers see the same file system.
+        dask: address of a Dask scheduler whose workers see the same file system. A worker takes
+            one file at a time, however many threads it has.
 
     Raises:
         StoreError: Dask is not installed, or its cluster does not answer.
     """
     if dask is not None:
-        yield from _on_dask(folders, job, dask)
+        labels = Path(job.method)
+        elsewhere = replace(job, method=str(labels.absolute())) if labels.is_file() else job
+        results = _workers.on_dask(partition_file, folders, elsewhere, dask)
     elif jobs > 1 and len(folders) > 1:
-        yield from _on_processes(folders, job, jobs)
+        results = _workers.on_processes(partition_file, folders, job, jobs)
     else:
-        for path, folder in folders.items():
-            yield partition_file(path, str(folder), job)
+        results = ((path, partition_file(path, str(f), job)) for path, f in folders.items())
+    for path, result in results:
+        if isinstance(result, str):
+            yield _lost(path, folders[path], result)
+        else:
+            yield result | {"input": path}
 
 
 def memory_note(path: str) -> str | None:
@@ -155,11 +165,14 @@ def memory_note(path: str) -> str | None:
 
 
 def _partition_file(path: str, folder: Path, job: Job, said: list[str]) -> dict[str, Any]:
-    from meshshard import io, paraview, store
+    from meshshard import io, store
     from meshshard.partitions import entity_of, partition
 
     if job.if_changed and _unchanged(folder, path, job):
+        if (job.vtk or job.ghosts) and not job.dry_run and _stale(folder):
+            said.append(_export(folder, path, job))
         return {"status": "unchanged"}
+    before = _stamp(path)
     if folder.exists() and not (job.force or job.if_changed or job.dry_run):
         raise StoreError(f"{folder} is there already; --force replaces it, --if-changed checks it")
     mesh = _with_job(io.read(path, time=job.time), job)
@@ -177,15 +190,43 @@ def _partition_file(path: str, folder: Path, job: Job, said: list[str]) -> dict[
     if job.order != "file":
         made = made.reordered(job.order)
     status = "tried" if job.dry_run else "written"
+    if _stamp(path) != before:
+        raise StoreError(f"{path}: has changed while it was read; partition it again")
     if not job.dry_run:
+        replace_it = job.force or job.if_changed
         store.save(
-            made, folder, source=path, request=job.request(), command=job.command, force=True
+            made, folder, source=path, request=job.request(), command=job.command, force=replace_it
         )
         if job.vtk or job.ghosts:
-            pieces = folder.with_suffix(".paraview")
-            whole = paraview.export(store.load(folder), pieces, ghosts=job.ghosts)
-            said.append(f"{path}: for ParaView: {whole}")
+            said.append(_export(folder, path, job))
     return {"status": status, "quality": made.quality.as_dict(), "table": str(made.quality)}
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    """What changes when a file is written; None where there is none."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None  # the reader says it better
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _export(folder: Path, path: str, job: Job) -> str:
+    """Write the pieces for ParaView; what to say about them."""
+    from meshshard import paraview, store
+
+    whole = paraview.export(store.load(folder), _pieces_of(folder), ghosts=job.ghosts)
+    return f"{path}: for ParaView: {whole}"
+
+
+def _pieces_of(folder: Path) -> Path:
+    return folder.with_suffix(".paraview")
+
+
+def _stale(folder: Path) -> bool:
+    """Whether the parallel file, which is written last, is missing or older than the folder."""
+    written = [f.stat().st_mtime_ns for f in _pieces_of(folder).glob("*.pvt[pu]")]
+    return max(written, default=0) < (folder / "manifest.json").stat().st_mtime_ns
 
 
 def _with_job(mesh: Mesh, job: Job) -> Mesh:
@@ -240,6 +281,8 @@ def _method(job: Job) -> Any:
 
 def _graph(mesh: Mesh, entity: str, job: Job) -> Graph | None:
     """The graph of nearest neighbours, where it is asked for; 0 of them leaves no edges."""
+    if job.knn is not None and job.knn < 0:
+        raise PartitionError(f"knn {job.knn}: a number of neighbours, 0 for no edges at all")
     return None if job.knn is None else knn_graph(mesh.positions(entity), job.knn)
 
 
@@ -248,9 +291,12 @@ def _unchanged(folder: Path, path: str, job: Job) -> bool:
     from meshshard import store
 
     try:
-        manifest = store.load(folder).manifest
+        found = store.load(folder)
+        for shard in range(found.k):
+            found.arrays(shard)
     except StoreError:
         return False
+    manifest = found.manifest
     source = manifest.get("source") or {}
     same = store.plain(job.request()) == manifest.get("request")
     return bool(
@@ -258,51 +304,6 @@ def _unchanged(folder: Path, path: str, job: Job) -> bool:
         and source.get("bytes") == Path(path).stat().st_size
         and source.get("sha256") == store.sha256(path)
     )
-
-
-def _on_processes(folders: dict[str, Path], job: Job, jobs: int) -> Iterator[dict[str, Any]]:
-    """A process for each file at a time: one that dies takes its own file with it, no other."""
-    from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-    from concurrent.futures.process import BrokenProcessPool
-    from multiprocessing import get_context
-
-    todo = list(folders)
-    running: dict[Future[dict[str, Any]], str] = {}
-    while todo or running:
-        while todo and len(running) < jobs:
-            path = todo.pop(0)
-            pool = ProcessPoolExecutor(1, get_context("spawn"))
-            running[pool.submit(partition_file, path, str(folders[path]), job)] = path
-            pool.shutdown(wait=False)
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
-            path = running.pop(future)
-            try:
-                yield future.result()
-            except BrokenProcessPool:
-                yield _lost(path, folders[path], "its process died (out of memory?)")
-
-
-def _on_dask(folders: dict[str, Path], job: Job, address: str) -> Iterator[dict[str, Any]]:
-    try:
-        from distributed import Client, as_completed
-    except ImportError:
-        raise StoreError("--dask needs Dask: pip install 'meshshard[dask]'") from None
-    try:
-        client = Client(address, timeout=10)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError) as error:
-        raise StoreError(f"no Dask scheduler answers at {address} ({error})") from None
-    with client:
-        futures = {
-            client.submit(partition_file, str(Path(path).absolute()), str(folder.absolute()), job,
-                          pure=False): path
-            for path, folder in folders.items()
-        }  # fmt: skip
-        for future in as_completed(futures):  # type: ignore[no-untyped-call]
-            path = futures[future]
-            if future.status == "finished":
-                yield future.result() | {"input": path}
-            else:
-                yield _lost(path, folders[path], f"its Dask worker failed: {future.exception()}")
 
 
 def _lost(path: str, folder: Path, why: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshshard import _options
 from meshshard.errors import MeshshardError, MeshWarning
 
 __all__ = ["build_parser", "main"]
@@ -31,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    _make_printable()
     args = build_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -44,6 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (MeshshardError, OSError, MemoryError) as error:
         return _fail(" ".join(str(error).split()) or type(error).__name__)
+
+
+def _make_printable() -> None:
+    """Whatever a file is called, its name can be printed; also where nobody listens."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - for good
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -74,7 +85,10 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         import importlib.metadata
 
-        print(f"meshshard {importlib.metadata.version('meshshard')}")
+        try:
+            print(f"meshshard {importlib.metadata.version('meshshard')}")
+        except importlib.metadata.PackageNotFoundError:
+            print("meshshard (its source, not installed)")
         parser.exit()
 
 
@@ -85,7 +99,7 @@ def _add_partition(commands: Any) -> None:
     p = commands.add_parser("partition", help="cut meshes into shards, write a folder for each")
     p.set_defaults(run=_partition)
     p.add_argument("inputs", nargs="+", metavar="IN", help="mesh or cloud; patterns are expanded")
-    p.add_argument("--parts", type=_positive, metavar="K", help="number of shards")
+    p.add_argument("--parts", type=_options.positive, metavar="K", help="number of shards")
     p.add_argument("--out", default=".", metavar="DIR", help="where NAME.shards goes [.]")
     cut = p.add_argument_group("how to cut")
     cut.add_argument("--on", choices=("auto", "cells", "points"), default="auto", help="rows")
@@ -98,19 +112,23 @@ def _add_partition(commands: Any) -> None:
     cut.add_argument("--contiguous", action="store_true", help="ask METIS for connected parts")
     cut.add_argument("--weight", metavar="NAME", help="a field, or area, as the load")
     cut.add_argument(
-        "--targets", type=_numbers, default=(), metavar="2,1,1", help="a share for each part"
+        "--targets",
+        type=_options.numbers,
+        default=(),
+        metavar="2,1,1",
+        help="a share for each part",
     )
     cut.add_argument("--knn", type=int, metavar="N", help="cut the graph of N nearest neighbours")
     cut.add_argument(
-        "--halo", type=_positive, default=1, metavar="L", help="rings of halo rows [1]"
+        "--halo", type=_options.positive, default=1, metavar="L", help="rings of halo rows [1]"
     )
     cut.add_argument(
         "--order", choices=("file", "morton", "rcm"), default="file", help="rows in a shard"
     )
     data = p.add_argument_group("what is read and written")
-    data.add_argument("--fields", type=_words, metavar="A,B", help="keep these fields only")
+    data.add_argument("--fields", type=_options.words, metavar="A,B", help="keep these fields only")
     data.add_argument(
-        "--weld", type=_weld, metavar="TOL|no", help="merge points of open edges within TOL"
+        "--weld", type=_options.weld, metavar="TOL|no", help="merge points of open edges within TOL"
     )
     data.add_argument("--time", type=float, metavar="T", help="step of a file that holds several")
     data.add_argument("--vtk", action="store_true", help="also write pieces for ParaView")
@@ -119,7 +137,9 @@ def _add_partition(commands: Any) -> None:
     data.add_argument("--if-changed", action="store_true", help="skip what is there and up to date")
     data.add_argument("--dry-run", action="store_true", help="cut and measure, write nothing")
     many = p.add_argument_group("many files")
-    many.add_argument("--jobs", type=_positive, default=1, metavar="N", help="processes [1]")
+    many.add_argument(
+        "--jobs", type=_options.positive, default=1, metavar="N", help="processes [1]"
+    )
     many.add_argument("--dask", metavar="ADDRESS", help="send the files to a Dask cluster")
     _add_output(p)
 
@@ -132,7 +152,7 @@ def _partition(args: argparse.Namespace) -> int:
         return _fail("say how many shards: --parts K", 2)
     if args.targets and len(args.targets) != parts:
         return _fail(f"--targets has {len(args.targets)} shares for --parts {parts}", 2)
-    inputs = [path for pattern in args.inputs for path in _expand(pattern)]
+    inputs = list(dict.fromkeys(path for pattern in args.inputs for path in _expand(pattern)))
     same = ("out", "targets", "on", "method", "weight", "objective", "imbalance", "seed",
             "contiguous", "knn", "halo", "order", "weld", "fields", "time", "vtk", "force",
             "if_changed", "dry_run")  # fmt: skip
@@ -252,18 +272,24 @@ def _add_gather(commands: Any) -> None:
 
 
 def _gather(args: argparse.Namespace) -> int:
-    from meshshard import io, store
+    from meshshard import store
+    from meshshard.io import write
 
     folder = store.load(args.folder)
     with _warned():
         mesh = folder.gather() if args.source is None else _on_source(folder, args.source)
     results: dict[str, Any] = {}
+    present = mesh.cell_fields if folder.entity == "cells" else mesh.point_fields
     for name in folder.puts() if args.sets is None else args.sets:
-        results |= folder.gather_put(name)
-    on = "cell" if folder.entity == "cells" else "point"
-    mesh = mesh.with_fields(**{on: results})
-    io.write(mesh, args.output)
-    if not args.quiet:
+        found = folder.gather_put(name)
+        for field in found.keys() & {*present, *results}:
+            _warn(f"{args.output}: field {field!r} is now that of {name!r}")
+        results |= found
+    write(mesh.with_fields(**{folder.entity.removesuffix("s"): results}), args.output)
+    if args.json:
+        about = {"output": args.output, "cells": mesh.n_cells, "points": mesh.n_points}
+        print(json.dumps(about | {"results": list(results)}, indent=1, ensure_ascii=False))
+    elif not args.quiet:
         extra = f", with {', '.join(results)}" if results else ""
         print(f"{args.output}: {mesh.n_cells:,} cells, {mesh.n_points:,} points{extra}")
     return 0
@@ -271,13 +297,15 @@ def _gather(args: argparse.Namespace) -> int:
 
 def _on_source(folder: Any, source: str) -> Any:
     """The mesh of the source file, once it is proved to be the one that was cut."""
-    from meshshard import io, store
+    from meshshard import store
     from meshshard.errors import StoreError
+    from meshshard.io import read
 
     recorded = (folder.manifest.get("source") or {}).get("sha256")
     if recorded and store.sha256(source) != recorded:
         raise StoreError(f"{source}: is not the file that {folder.path} was made from")
-    whole, mine = io.read(source), folder.gather()
+    time = folder.manifest.get("request", {}).get("time")
+    whole, mine = read(source, time=time), folder.gather()
     if (whole.n_cells, whole.n_points) != (mine.n_cells, mine.n_points):
         raise StoreError(f"{source}: has another number of cells or points than {folder.path}")
     return whole.with_fields(cell=mine.cell_fields, point=mine.point_fields)
@@ -312,7 +340,7 @@ def _add_demo(commands: Any) -> None:
     p = commands.add_parser("demo", help="the whole way on a small surface that comes along")
     p.set_defaults(run=_demo)
     p.add_argument("--out", default="meshshard-demo", metavar="DIR", help="[meshshard-demo]")
-    p.add_argument("--parts", type=_positive, default=8, metavar="K", help="[8]")
+    p.add_argument("--parts", type=_options.positive, default=8, metavar="K", help="[8]")
     _add_output(p)
 
 
@@ -342,39 +370,6 @@ def _expand(pattern: str) -> list[str]:
     if not found:
         raise MeshshardError(f"{pattern}: no file matches")
     return found
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return number
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        numbers = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive numbers like 2,1,1")
-    return numbers
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word for word in text.split(",") if word)
-
-
-def _weld(text: str) -> float:
-    if text == "no":
-        return -1.0
-    try:
-        return max(float(text), 0.0)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a distance nor no") from None
 
 
 def _warn(line: str) -> None:

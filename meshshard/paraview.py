@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from meshshard._write import is_polydata, vtk_type, write_vtk
+from meshshard._files import writing
+from meshshard._write import in_xml, is_polydata, vtk_type, write_vtk
 from meshshard.assembly import Piece, extract
 from meshshard.mesh import Array, Mesh
 from meshshard.store import Folder
@@ -34,7 +34,8 @@ def export(folder: Folder, directory: str | Path, *, ghosts: bool = False) -> Pa
         The parallel file.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     stem = Path(folder.manifest["name"]).stem or "mesh"
     flat = all(is_polydata(folder.piece(p).mesh) for p in range(folder.k))
     files, sample = [], None
@@ -44,10 +45,10 @@ def export(folder: Folder, directory: str | Path, *, ghosts: bool = False) -> Pa
         files.append(path.name)
         sample = sample or mesh
     assert sample is not None
-    blocks = directory / f"{stem}.vtm"
-    blocks.write_text(_multiblock(files), encoding="utf-8")
     whole = directory / f"{stem}.{'pvtp' if flat else 'pvtu'}"
-    whole.write_text(_parallel(files, sample, flat, ghosts), encoding="utf-8")
+    with writing(directory):
+        (directory / f"{stem}.vtm").write_text(_multiblock(files), encoding="utf-8")
+        whole.write_text(_parallel(files, sample, flat, ghosts), encoding="utf-8")
     return whole
 
 
@@ -77,10 +78,9 @@ def _with_halo(folder: Folder, labels: Array) -> Iterator[Piece]:
             piece = extract(whole, own.cells, np.concatenate([folder.origin(shard), halo]))
             cell_ghost, point_ghost = np.zeros(len(own.cells), bool), labels[piece.points] != shard
         else:
-            piece = extract(whole, np.concatenate([own.cells, halo]))
-            seen = np.zeros(whole.n_points, bool)
-            seen[own.points] = True
-            cell_ghost, point_ghost = labels[piece.cells] != shard, ~seen[piece.points]
+            piece = extract(whole, np.concatenate([own.cells, halo]), own.points)
+            cell_ghost = labels[piece.cells] != shard
+            point_ghost = np.arange(len(piece.points)) >= len(own.points)
         flags = {"cell": _flags(cell_ghost)} if whole.n_cells else {}
         yield piece._replace(mesh=piece.mesh.with_fields(point=_flags(point_ghost), **flags))
 
@@ -111,14 +111,14 @@ def _parallel(files: list[str], sample: Mesh, flat: bool, ghosts: bool) -> str:
         "PPoints": {"Points": sample.points},
     }
     sections = "".join(f"<{t}>\n{_declared(f)}</{t}>\n" for t, f in arrays.items())
-    pieces = "".join(f"<Piece Source={quoteattr(f)}/>\n" for f in files)
+    pieces = "".join(f"<Piece Source={in_xml(f)}/>\n" for f in files)
     body = f'<{kind} GhostLevel="{int(ghosts)}">\n{sections}{pieces}</{kind}>\n'
     return _file(kind, body)
 
 
 def _declared(fields: Mapping[str, Array]) -> str:
     return "".join(
-        f'<PDataArray type="{vtk_type(a)}" Name={quoteattr(name)} '
+        f'<PDataArray type="{vtk_type(a)}" Name={in_xml(name)} '
         f'NumberOfComponents="{int(np.prod(a.shape[1:], dtype=int))}"/>\n'
         for name, a in fields.items()
     )
@@ -126,8 +126,7 @@ def _declared(fields: Mapping[str, Array]) -> str:
 
 def _multiblock(files: list[str]) -> str:
     blocks = "".join(
-        f'<DataSet index="{i}" name="shard {i}" file={quoteattr(f)}/>\n'
-        for i, f in enumerate(files)
+        f'<DataSet index="{i}" name="shard {i}" file={in_xml(f)}/>\n' for i, f in enumerate(files)
     )
     return _file(
         "vtkMultiBlockDataSet", f"<vtkMultiBlockDataSet>\n{blocks}</vtkMultiBlockDataSet>\n"

@@ -6,6 +6,7 @@ Each is a small frozen object that is called; a function of your own with the sa
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from meshshard.mesh import Array
 __all__ = ["RCB", "Given", "Metis", "Morton", "Partitioner", "Random", "label"]
 
 FEW = 40  # nodes a part; below it METIS' k-way leaves empty and scattered parts
+SEEDS = 2**31
 MEAN_WEIGHT = 1000  # METIS counts in integers: loads are scaled to this mean
 
 
@@ -61,6 +63,9 @@ class Metis:
             raise PartitionError(f"objective {self.objective!r} is unknown: volume or cut")
         if not self.imbalance > 1:
             raise PartitionError(f"imbalance {self.imbalance} must be above 1, 1.005 for 0.5 %")
+        _check_seed(self.seed)
+        if self.timeout is not None and not self.timeout > 0:
+            raise PartitionError(f"timeout {self.timeout}: seconds above 0 are needed")
         weights = _whole_numbers(graph.weights)
         loads = np.broadcast_to(1.0, graph.n_nodes) if weights is None else weights.astype(float)
         few = graph.n_nodes < FEW * parts if self.recursive is None else self.recursive
@@ -125,7 +130,8 @@ class RCB:
     def __call__(self, graph: Graph, parts: int, targets: Array | None = None) -> Array:
         """Labels (n_nodes,) int64 by position."""
         positions = _positions(graph, "RCB")
-        loads = np.ones(graph.n_nodes) if graph.weights is None else graph.weights
+        weights = _whole_numbers(graph.weights)
+        loads = np.ones(graph.n_nodes) if weights is None else weights
         shares = np.full(parts, 1 / parts) if targets is None else targets
         labels = np.zeros(graph.n_nodes, np.int64)
         todo = [(np.arange(graph.n_nodes), 0, parts)]
@@ -154,6 +160,7 @@ class Random:
 
     def __call__(self, graph: Graph, parts: int, targets: Array | None = None) -> Array:
         """Labels (n_nodes,) int64."""
+        _check_seed(self.seed)
         order = np.random.default_rng(self.seed).permutation(graph.n_nodes)
         return _cut_along(order, graph, parts, targets)
 
@@ -181,8 +188,8 @@ class Given:
         except (OSError, UnicodeDecodeError) as error:
             raise PartitionError(f"{self.labels}: labels could not be read: {error}") from None
         for line, word in enumerate(words, 1):
-            if not word.lstrip("-").isdigit():
-                raise PartitionError(f"{self.labels}: line {line}: {word!r} is not a label")
+            if not re.fullmatch("-?[0-9]{1,18}", word):
+                raise PartitionError(f"{self.labels}: line {line}: {word[:40]!r} is not a label")
         return np.array(words, np.int64)
 
 
@@ -264,6 +271,11 @@ def _reachable(imbalance: float, loads: Array, parts: int) -> float:
     """The asked imbalance, or what one node more in a part comes to, if that is larger."""
     mean = loads.sum() / parts
     return max(imbalance, 1 + float(loads.max()) / mean) + 1e-9 if mean else np.inf
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < SEEDS:
+        raise PartitionError(f"seed {seed}: a whole number from 0 to {SEEDS - 1} is needed")
 
 
 def _whole_numbers(weights: Array | None) -> Array | None:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["Partition", "entity_of", "partition"]
 
 CLOUD_NEIGHBOURS = 16  # in-edges of a point of a cloud, where no graph is given
+MOST_PARTS = 2**15  # there is a table of who sends how much to whom
+MOST_RINGS = 255  # a ring is a uint8
 UNEVEN = 1.05  # largest over mean owned rows, above which merged ranks get a warning
 
 
@@ -178,8 +180,8 @@ class Partition:
         if int(self.sizes.sum()) != n or (np.bincount(self.origin, minlength=n) != 1).any():
             raise PartitionError(f"shards own {self.sizes.sum()} rows, not each of {n} once")
         plans = [self.plan(p) for p in range(self.k)]
-        for plan in plans:
-            if not np.array_equal(received(plans, plan.shard), plan.halo):
+        for plan, ids in zip(plans, received(plans, self.sizes), strict=True):
+            if not np.array_equal(ids, plan.halo):
                 raise PartitionError(f"shard {plan.shard}: rows sent are not the rows it needs")
             check_edges(plan, self.graph, int(self.offsets[plan.shard]))
         return self
@@ -244,8 +246,10 @@ def partition(
         MeshError: the mesh cannot be cut this way.
     """
     k, targets = _parts(parts)
-    if halo < 1:
-        raise PartitionError(f"halo {halo}: at least one ring is needed")
+    if k > MOST_PARTS:
+        raise PartitionError(f"parts {k}: at most {MOST_PARTS} are planned; ask for fewer")
+    if not 1 <= halo <= MOST_RINGS:
+        raise PartitionError(f"halo {halo}: 1 to {MOST_RINGS} rings can be kept")
     cutter = _method(method)
     if isinstance(mesh, Graph):
         source, entity, graph = None, "nodes", mesh.check()
@@ -359,7 +363,11 @@ def _record(method: Any) -> dict[str, Any]:
     options = (
         {f.name: getattr(method, f.name) for f in fields(method)} if is_dataclass(method) else {}
     )
-    return {"name": name, **{f: v for f, v in options.items() if not hasattr(v, "shape")}}
+    plain = {f: str(v) if isinstance(v, Path) else v for f, v in options.items()}
+    kept = {f: v for f, v in plain.items() if v is None or isinstance(v, (str, int, float))}
+    return {"name": name} | {
+        f: v for f, v in kept.items() if not isinstance(v, float) or v < np.inf
+    }
 
 
 def _as_mesh(mesh: Any) -> Mesh:

@@ -128,6 +128,21 @@ def send_lists(halo: Halo, sizes: Array) -> tuple[Array, Array, Array]:
     return np.concatenate([[0], np.cumsum(counts.sum(axis=0))]), rows, counts
 
 
+def received(plans: Sequence[Plan], sizes: Array) -> list[Array]:
+    """Ids that are sent to every shard, by owner: in a plan that closes, its halo.
+
+    Args:
+        plans: of all shards, in their order.
+        sizes: (k,) owned rows of every shard.
+    """
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    ids = [p.send_rows.astype(np.int64) + first[p.shard] for p in plans]
+    to = np.concatenate([np.repeat(np.arange(len(plans)), p.send_counts) for p in plans])
+    order = np.argsort(to, kind="stable")
+    counts = np.bincount(to, minlength=len(plans))
+    return np.split(np.concatenate(ids)[order], np.cumsum(counts)[:-1])
+
+
 def plan_of(
     graph: Graph, sizes: Array, halo: Halo, sends: tuple[Array, Array, Array], shard: int
 ) -> Plan:
@@ -159,17 +174,6 @@ def plan_of(
         send_counts=counts[:, shard],
         recv_counts=counts[shard],
     )
-
-
-def received(plans: Sequence[Plan], shard: int) -> Array:
-    """Ids that the plans of all shards send to one of them, in the order of the senders."""
-    parts, first = [np.zeros(0, np.int64)], 0
-    for peer in plans:
-        stop = int(np.cumsum(peer.send_counts)[shard])
-        rows = peer.send_rows[stop - int(peer.send_counts[shard]) : stop]
-        parts.append(rows.astype(np.int64) + first)
-        first += peer.n_owned
-    return np.concatenate(parts)
 
 
 def check_edges(plan: Plan, graph: Graph, first: int) -> None:

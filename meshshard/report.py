@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from meshshard._files import damage_is_loud
 from meshshard.cells import CELL_TYPES
 from meshshard.errors import MeshshardError, MeshWarning
 from meshshard.mesh import Array, Mesh
@@ -58,7 +59,8 @@ def about_mesh(mesh: Mesh) -> dict[str, Any]:
 def lines(about: Mapping[str, Any]) -> list[str]:
     """The same, as lines for people."""
     if "sizes" in about:
-        return _folder_lines(about)
+        with damage_is_loud(Path(about["path"])):
+            return _folder_lines(about)
     cells = ", ".join(f"{n:,} {name}" for name, n in about["cell_types"].items())
     out = [f"{about['name']}: {about['kind']}", f"  points      {about['points']:,}"]
     if cells:

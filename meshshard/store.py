@@ -21,7 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from meshshard._files import crc32, hidden, map_file, write_arrays, write_through
+from meshshard._files import (
+    MANIFEST,
+    crc32,
+    damage_is_loud,
+    header_crc32,
+    hidden,
+    map_file,
+    read_manifest,
+    write_arrays,
+    write_through,
+    writing,
+)
 from meshshard.assembly import Piece, assemble, pieces_of
 from meshshard.errors import MeshError, StoreError
 from meshshard.mesh import Array, Faces, Mesh
@@ -31,7 +42,6 @@ from meshshard.plan import Plan, received
 __all__ = ["SCHEMA", "Folder", "load", "plain", "save", "sha256"]
 
 SCHEMA = 1
-MANIFEST = "manifest.json"
 CHECKED = ("meshshard", "numpy", "scipy", "pymetis", "vtk", "safetensors")
 
 
@@ -68,17 +78,18 @@ def save(
         raise StoreError(f"{target} is there already; --force (force=True) replaces it")
     if target.exists() and not (target / MANIFEST).exists():
         raise StoreError(f"{target} is there and no folder of shards; choose another name")
-    with hidden(target) as folder:
-        identity = uuid.uuid4().hex
+    identity = uuid.uuid4().hex
+    manifest = _manifest(partition, source)
+    with hidden(target, force=force) as folder:
         records = [
             _write_shard(partition.plan(p), piece, mesh, folder, identity)
             for p, piece in enumerate(pieces_of(partition))
         ]
-        manifest = _manifest(partition, source)
         manifest |= {"request": dict(request or {}), "command": command}
         manifest |= {"id": identity, "shards": records}
         text = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False)
-        write_through(folder / MANIFEST, text.encode())
+        # a file name that is no UTF-8 becomes an escape that JSON knows
+        write_through(folder / MANIFEST, text.encode("utf-8", "backslashreplace"))
     return target
 
 
@@ -89,24 +100,7 @@ def load(path: str | Path) -> Folder:
         StoreError: no such folder, not finished, damaged, or written by a newer meshshard.
     """
     folder = Path(path)
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        what = "has no manifest.json" if folder.is_dir() else "is not there"
-        raise StoreError(f"{folder}: {what}; write it with: meshshard partition") from None
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{folder}: manifest.json is damaged ({error}); write it again") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
-        raise StoreError(f"{folder}: manifest.json is no manifest of shards")
-    if manifest["schema"] != SCHEMA:
-        raise StoreError(
-            f"{folder}: has schema {manifest['schema']}, this meshshard reads {SCHEMA}; "
-            "write it again, or use the version that wrote it"
-        )
-    lost = {"id", "name", "entity", "sizes", "shards", "n_points", "n_cells"} - manifest.keys()
-    if lost or len(manifest["sizes"]) != len(manifest["shards"]):
-        raise StoreError(f"{folder}: manifest.json is damaged (lacks {sorted(lost)}); write again")
-    return Folder(folder, manifest)
+    return Folder(folder, read_manifest(folder, SCHEMA))
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,9 +136,11 @@ class Folder:
         Raises:
             StoreError: the file is missing, cut short, damaged or from another folder.
         """
+        if not 0 <= shard < self.k:
+            raise StoreError(f"{self.path}: has no shard {shard}; they are 0 to {self.k - 1}")
         record = self.manifest["shards"][shard]
         path = self.path / record["file"]
-        arrays, metadata = map_file(path, record["bytes"])
+        arrays, metadata = map_file(path, record["bytes"], record["header"])
         if metadata.get("id") != self.manifest["id"] or metadata.get("shard") != str(shard):
             raise StoreError(f"{path}: belongs to another folder or shard; write the folder again")
         return arrays
@@ -154,35 +150,34 @@ class Folder:
         arrays = self.arrays(shard)
         names = [n for n in Plan.__dataclass_fields__ if n not in ("shard", "n_owned")]
         plan = {name: arrays[f"plan.{name}"] for name in names}
+        plan["halo"] = plan["halo"].astype(np.int64)  # ids of any shard have one type
         return Plan(shard=shard, n_owned=int(self.sizes[shard]), **plan)
 
     def piece(self, shard: int) -> Piece:
         """The geometry and fields of one shard, and the rows of the mesh they come from."""
         arrays = self.arrays(shard)
-        faces = None
-        if "faces.offsets" in arrays:
-            faces = Faces(*(arrays[f"faces.{name}"] for name in Faces._fields))
-        mesh = Mesh(
-            points=arrays["points.xyz"],
-            connectivity=arrays["cells.connectivity"],
-            offsets=arrays["cells.offsets"],
-            types=arrays["cells.types"],
-            faces=faces,
-            point_fields=self._fields(arrays, "points", "point:"),
-            cell_fields=self._fields(arrays, "cells", "cell:"),
-            cell_origin=arrays.get("cells.file_row"),
-            blocks=tuple(self.manifest.get("blocks", ())),
-            name=f"{self.manifest['name']} shard {shard}",
-        )
-        return Piece(mesh, arrays["cells.origin"], arrays["points.origin"])
+        with damage_is_loud(self.path):
+            faces = None
+            if "faces.offsets" in arrays:
+                faces = Faces(*(arrays[f"faces.{name}"] for name in Faces._fields))
+            mesh = Mesh(
+                points=arrays["points.xyz"],
+                connectivity=arrays["cells.connectivity"],
+                offsets=arrays["cells.offsets"],
+                types=arrays["cells.types"],
+                faces=faces,
+                point_fields=self._fields(arrays, "points"),
+                cell_fields=self._fields(arrays, "cells"),
+                cell_origin=arrays.get("cells.file_row"),
+                blocks=tuple(self.manifest["blocks"]),
+                name=f"{self.manifest['name']} shard {shard}",
+            )
+            return Piece(mesh, arrays["cells.origin"], arrays["points.origin"])
 
-    def _fields(self, arrays: Mapping[str, Array], on: str, prefix: str) -> dict[str, Array]:
-        """Fields in the order of the file."""
-        names = [f["name"] for f in self.manifest["fields"] if f["on"] == on]
-        lost = [name for name in names if prefix + name not in arrays]
-        if lost:
-            raise StoreError(f"{self.path}: a shard lacks the field {lost[0]!r}; write it again")
-        return {name: arrays[prefix + name] for name in names}
+    def _fields(self, arrays: Mapping[str, Array], on: str) -> dict[str, Array]:
+        """Fields of a shard, in the order of the file."""
+        names = [field["name"] for field in self.manifest["fields"] if field["on"] == on]
+        return {name: arrays[f"{on.removesuffix('s')}:{name}"] for name in names}
 
     def origin(self, shard: int) -> Array:
         """(n_owned,) row in the mesh of every owned row."""
@@ -197,17 +192,23 @@ class Folder:
             StoreError: a shard is damaged, or shards do not make up the mesh.
         """
         n_cells, n_points = self.manifest["n_cells"], self.manifest["n_points"]
-        pieces = [self.piece(p) for p in range(self.k)]
-        try:
-            return assemble(pieces, n_cells, n_points, self.manifest["name"])
-        except (MeshError, IndexError, ValueError) as error:
-            raise StoreError(f"{self.path}: shards do not fit together: {error}") from None
+        for record in self.manifest["shards"]:
+            path = self.path / record["file"]
+            if crc32(path) != record["crc32"]:
+                raise StoreError(f"{path}: its bytes have changed; write the folder again")
+        with damage_is_loud(self.path):
+            pieces = [self.piece(p) for p in range(self.k)]
+            try:
+                return assemble(pieces, n_cells, n_points, self.manifest["name"])
+            except MeshError as error:
+                raise StoreError(f"{self.path}: shards do not fit together: {error}") from None
 
     def labels(self) -> Array:
         """(n,) int64 shard of every entity, in the order of the file."""
         out = np.empty(int(self.sizes.sum()), np.int64)
-        for p in range(self.k):
-            out[self.origin(p)] = p
+        with damage_is_loud(self.path):
+            for p in range(self.k):
+                out[self.origin(p)] = p
         return out
 
     def put(self, shard: int, fields: Mapping[str, Array], name: str = "prediction") -> Path:
@@ -226,8 +227,11 @@ class Folder:
             if len(values) != n:
                 rows = f"{field!r} has {len(values)} rows"
                 raise StoreError(f"{name}: {rows}, shard {shard} owns {n}")
+        if name == "shard":
+            raise StoreError("a set of results cannot be called 'shard': the shards are")
         path = self.path / _part_name(name, shard)
-        write_arrays(path, dict(fields), {"id": self.manifest["id"], "shard": str(shard)})
+        with writing(path):
+            write_arrays(path, dict(fields), {"id": self.manifest["id"], "shard": str(shard)})
         return path
 
     def gather_put(self, name: str = "prediction") -> dict[str, Array]:
@@ -236,19 +240,29 @@ class Folder:
         Raises:
             StoreError: naming the shard whose part is missing or does not fit.
         """
-        out: dict[str, Array] = {}
-        for p in range(self.k):
-            path = self.path / _part_name(name, p)
-            if not path.exists():
-                raise StoreError(f"{self.path}: shard {p} has no {name!r} yet ({path.name})")
-            arrays, metadata = map_file(path, path.stat().st_size)
-            if metadata.get("id") != self.manifest["id"]:
-                raise StoreError(f"{path}: was made for another folder; predict again")
-            for field, values in arrays.items():
-                shape = (int(self.sizes.sum()), *values.shape[1:])
-                whole = out.setdefault(field, np.zeros(shape, values.dtype))
-                whole[self.origin(p)] = values
+        parts = [self._put(name, p) for p in range(self.k)]
+        shapes = [{f: (a.dtype, a.shape[1:]) for f, a in part.items()} for part in parts]
+        for p, shape in enumerate(shapes):
+            if shape != shapes[0]:
+                raise StoreError(f"{self.path}: shards 0 and {p} put different fields as {name!r}")
+        n = int(self.sizes.sum())
+        out = {f: np.empty((n, *shape), dtype) for f, (dtype, shape) in shapes[0].items()}
+        for p, part in enumerate(parts):
+            for field, values in part.items():
+                out[field][self.origin(p)] = values
         return out
+
+    def _put(self, name: str, shard: int) -> Mapping[str, Array]:
+        """Fields that one shard has put."""
+        path = self.path / _part_name(name, shard)
+        if not path.exists():
+            raise StoreError(f"{self.path}: shard {shard} has no {name!r} yet ({path.name})")
+        arrays, metadata = map_file(path, path.stat().st_size)
+        if metadata.get("id") != self.manifest["id"] or metadata.get("shard") != str(shard):
+            raise StoreError(f"{path}: was made for another folder or shard; predict again")
+        if any(a.shape[:1] != (self.sizes[shard],) for a in arrays.values()):
+            raise StoreError(f"{path}: has not {self.sizes[shard]} rows; predict again")
+        return arrays
 
     def puts(self) -> list[str]:
         """Names of the sets of results that lie in the folder."""
@@ -261,15 +275,11 @@ class Folder:
         Raises:
             StoreError: naming the file or shard that is wrong.
         """
-        for record in self.manifest["shards"]:
-            path = self.path / record["file"]
-            if crc32(path) != record["crc32"]:
-                raise StoreError(f"{path}: its bytes have changed; write the folder again")
-        plans = [self.plan(p) for p in range(self.k)]
-        for plan in plans:
-            if not np.array_equal(received(plans, plan.shard), plan.halo):
-                raise StoreError(f"{self.path}: shard {plan.shard} is not sent the rows it needs")
         self.gather()
+        plans = [self.plan(p) for p in range(self.k)]
+        for plan, ids in zip(plans, received(plans, self.sizes), strict=True):
+            if not np.array_equal(ids, plan.halo):
+                raise StoreError(f"{self.path}: shard {plan.shard} is not sent the rows it needs")
         return self
 
 
@@ -314,6 +324,7 @@ def _write_shard(
         "file": path.name,
         "bytes": path.stat().st_size,
         "crc32": crc32(path),
+        "header": header_crc32(path),
         "owned": plan.n_owned,
         "halo": len(plan.halo),
         "points": mesh.n_points,

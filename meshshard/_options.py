@@ -1,0 +1,48 @@
+"""Options: words of the command line as values, or why they are none."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+__all__ = ["numbers", "positive", "weld", "words"]
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return number
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Positive numbers between commas."""
+    try:
+        numbers = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 < n < math.inf for n in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive numbers like 2,1,1")
+    return numbers
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words between commas."""
+    return tuple(word for word in text.split(",") if word)
+
+
+def weld(text: str) -> float:
+    """A distance, or -1 for no."""
+    if text == "no":
+        return -1.0
+    try:
+        distance = float(text)
+    except ValueError:
+        distance = -1.0
+    if not 0 <= distance < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a distance nor no")
+    return distance

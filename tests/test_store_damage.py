@@ -1,0 +1,293 @@
+"""A damaged folder is a StoreError, a killed writer leaves nothing that looks finished."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import assert_same, cut, surface, volume
+
+from meshshard import report, store
+from meshshard.errors import MeshshardError, StoreError
+from meshshard.mesh import Mesh
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cut(surface(), 3).save(tmp_path_factory.mktemp("good") / "x.shards")
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "x.shards"))
+
+
+def change(folder: Path, **to: Any) -> None:
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest |= to
+    path.write_text(json.dumps({k: v for k, v in manifest.items() if v != "lost"}))
+
+
+def use(folder: Path) -> Mesh:
+    """All that can be asked of a folder."""
+    found = store.load(folder)
+    for p in range(found.k):
+        found.plan(p), found.piece(p), found.origin(p)
+    found.labels()
+    "".join(report.lines(report.about(folder)))
+    return found.check().gather()
+
+
+def test_a_cut_file(folder: Path) -> None:
+    path = folder / "shard_00001.safetensors"
+    whole = path.read_bytes()
+    for size in (0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        for step in (lambda f: f.plan(1), lambda f: f.piece(1), lambda f: f.gather()):
+            with pytest.raises(StoreError, match="shard_00001"):
+                step(store.load(folder))
+        store.load(folder).plan(0)
+    path.write_bytes(whole + b"x")
+    with pytest.raises(StoreError, match=r"has \d+ bytes instead of \d+"):
+        store.load(folder).plan(1)
+
+
+def test_a_flipped_byte(folder: Path) -> None:
+    path = folder / "shard_00002.safetensors"
+    whole = path.read_bytes()
+    for at in random.Random(0).sample(range(len(whole)), 40):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        for prove in (store.Folder.check, store.Folder.gather):
+            with pytest.raises(StoreError, match="shard_00002"):
+                prove(store.load(folder))
+    path.write_bytes(whole)
+    store.load(folder).check()
+
+
+def test_a_missing_shard(folder: Path) -> None:
+    (folder / "shard_00000.safetensors").unlink()
+    store.load(folder).plan(1)
+    with pytest.raises(StoreError, match=r"shard_00000.*is missing"):
+        store.load(folder).plan(0)
+    with pytest.raises(StoreError, match="shard_00000"):
+        store.load(folder).gather()
+    for number in (-1, 3):
+        with pytest.raises(StoreError, match=f"has no shard {number}; they are 0 to 2"):
+            store.load(folder).plan(number)
+
+
+def test_a_shard_of_another_folder(folder: Path, tmp_path: Path) -> None:
+    other = cut(surface(), 3).save(tmp_path / "other.shards")
+    shutil.copy(other / "shard_00001.safetensors", folder)
+    with pytest.raises(StoreError, match="shard_00001"):
+        store.load(folder).plan(1)
+    shutil.copy(folder / "shard_00000.safetensors", folder / "shard_00002.safetensors")
+    with pytest.raises(StoreError, match="shard_00002"):
+        store.load(folder).plan(2)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"schema": 2}, "has schema 2, this meshshard reads 1"),
+    ({"schema": "1"}, "no manifest of shards"),
+    ({"sizes": [1, 2]}, "2 sizes for 3 shards"),
+    ({"sizes": 3}, "no 'sizes' of type list"),
+    ({"sizes": [[], {}, None]}, "no counts"),
+    ({"sizes": [10**18, 1, 1]}, "add up"),
+    ({"sizes": [], "shards": []}, "0 sizes for 0 shards"),
+    ({"shards": [1, 2, 3]}, "shard 0 has no 'file'"),
+    ({"n_points": 10**15}, "shards hold"),
+    ({"n_cells": -1}, "add up"),
+    ({"entity": "nodes"}, "entity 'nodes'"),
+    ({"source": 5}, "source"),
+    *[({key: "lost"}, f"no '{key}'") for key in ("id", "name", "entity", "quality", "method")],
+]
+
+
+@pytest.mark.parametrize(("to", "said"), WRONG, ids=[str(w[0])[:40] for w in WRONG])
+def test_a_manifest_that_is_wrong(folder: Path, to: dict[str, Any], said: str) -> None:
+    change(folder, **to)
+    with pytest.raises(StoreError, match=said) as caught:
+        store.load(folder)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "3", '"x"', "\xff", "[" * 100_000, "{}", "NaN", '{"schema":1}']
+)
+def test_a_manifest_that_is_none(folder: Path, text: str) -> None:
+    (folder / "manifest.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(StoreError, match=r"manifest\.json"):
+        store.load(folder)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dir" / "manifest.json").mkdir(parents=True)
+    for name, said in (("no", "is not there"), ("file", "is not there"), ("dir", "damaged")):
+        with pytest.raises(StoreError, match=said):
+            store.load(tmp_path / name)
+    with pytest.raises(StoreError, match=r"has no manifest\.json"):
+        store.load(tmp_path)
+
+
+def said_by(work: Callable[[], Any]) -> Any:
+    """What it returns, or the text of its StoreError."""
+    try:
+        return work()
+    except StoreError as error:
+        return str(error)
+
+
+def mutations(whole: bytes, rng: random.Random, end: int) -> bytes:
+    out = bytearray(whole)
+    for _ in range(rng.choice([1, 1, 1, 2, 5])):
+        at = rng.randrange(end)
+        kind = rng.randrange(3)
+        if kind == 0:
+            out[at] = rng.randrange(256)
+        elif kind == 1:
+            out[at] = rng.choice(b'0123456789-,"[]{}')
+        else:
+            out[at] ^= 1 << rng.randrange(8)
+    return bytes(out)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shard_00000.safetensors"])
+def test_random_damage_is_an_error_or_harmless(folder: Path, name: str) -> None:
+    path, rng = folder / name, random.Random(name)
+    whole, truth = path.read_bytes(), surface()
+    end = len(whole) if name == "manifest.json" else 8 + int.from_bytes(whole[:8], "little")
+    for _ in range(250):
+        path.write_bytes(mutations(whole, rng, end))
+        back = said_by(lambda: use(folder))
+        if isinstance(back, str):
+            assert "\n" not in back
+        else:  # in a figure for people, or back to what it was
+            np.testing.assert_array_equal(back.points, truth.points)
+            np.testing.assert_array_equal(back.connectivity, truth.connectivity)
+    path.write_bytes(whole)
+    assert_same(use(folder), truth)
+
+
+def test_damaged_results(folder: Path) -> None:
+    found = store.load(folder)
+    for p in range(3):
+        path = found.put(p, {"p": np.arange(found.sizes[p])})
+    whole, rng = path.read_bytes(), random.Random(1)
+    for _ in range(200):
+        path.write_bytes(mutations(whole, rng, 8 + int.from_bytes(whole[:8], "little")))
+        assert "\n" not in str(said_by(lambda: list(found.gather_put())))
+
+
+KILLER = """
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from samples import cut, surface
+from test_store_damage import state
+target, force, labels = Path(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
+mesh, rng = surface(60, 40), random.Random(5)
+made = cut(mesh, 12, method=labels)
+began = time.perf_counter()
+made.save(target)
+took = time.perf_counter() - began
+for _ in range(25):
+    if not force:
+        shutil.rmtree(target.parent)
+    writer = os.fork()
+    if not writer:
+        made.save(target, force=force)
+        os._exit(0)
+    time.sleep(1.2 * took * rng.random())
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+    target.parent.mkdir(exist_ok=True)
+    print(state(target, mesh))
+made.save(target, force=True)
+print(state(target, mesh), [f.name for f in target.parent.iterdir()])
+"""
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_writer_killed_at_any_moment(tmp_path: Path, force: bool) -> None:
+    """The old folder, the new one or none, never half of one; the next writer clears up."""
+    labels = tmp_path / "labels"
+    labels.write_text("\n".join(str(i % 12) for i in range(surface(60, 40).n_cells)))
+    code = KILLER.format(tests=str(Path(__file__).parent))
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "out" / "x.shards")]
+    done = subprocess.run(
+        [*command, str(force), str(labels)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    *states, last = done.stdout.splitlines()
+    assert len(states) == 25
+    assert set(states) <= {"whole", "none"}
+    assert "whole" in states if force else "none" in states
+    assert last == "whole ['x.shards']"
+
+
+def state(target: Path, mesh: Mesh) -> str:
+    back = said_by(lambda: store.load(target).check().gather())
+    if isinstance(back, str):
+        assert "is not there" in back
+        return "none"
+    assert_same(back, mesh)
+    return "whole"
+
+
+def test_an_interrupted_replacement_brings_the_old_folder_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = store.load(folder).manifest["id"]
+    rename, calls = Path.rename, []
+
+    def stop_at_the_third(self: Path, to: Any) -> Path:
+        calls.append(to)
+        if len(calls) == 3:  # the way is free, the new folder is about to come
+            raise KeyboardInterrupt
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", stop_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        cut(surface(), 3).save(folder, force=True)
+    assert store.load(folder).check().manifest["id"] == before
+    assert [f.name for f in folder.parent.iterdir()] == ["x.shards"]
+
+
+def together(work: Callable[[], Any], n: int = 4) -> list[str]:
+    """Run it in n threads at once; what went wrong."""
+    wrong: list[str] = []
+
+    def one() -> None:
+        try:
+            work()
+        except MeshshardError as error:
+            wrong.append(str(error))
+
+    threads = [threading.Thread(target=one) for _ in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def test_several_writers_at_once(tmp_path: Path) -> None:
+    mesh = volume()
+    made = cut(mesh, 4)
+    target = tmp_path / "x.shards"
+    wrong = together(lambda: made.save(target))
+    assert len(wrong) == 3
+    assert all("is there already" in line for line in wrong)
+    wrong = together(lambda: [made.save(target, force=True) for _ in range(5)])
+    assert not wrong
+    assert_same(store.load(target).check().gather(), mesh)
+    assert [f.name for f in tmp_path.iterdir()] == ["x.shards"]
