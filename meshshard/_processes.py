@@ -34,6 +34,7 @@ def how_it_ended(code: int, said: bytes) -> str:
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (out of memory?)"
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        names = {s.value: s.name for s in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
     lines = said.decode("utf-8", "replace").strip().splitlines()
     return f"failed: {lines[-1][:300]}" if lines else f"failed with exit code {code}"

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshshard.curves import morton_order
 from meshshard.errors import MeshError
 from meshshard.facets import Matches, edges, facets, match
+from meshshard.inspection import coincident
 from meshshard.mesh import Array, Mesh
 
 if TYPE_CHECKING:
@@ -169,11 +171,14 @@ def knn_graph(points: Array, k: int) -> Graph:
     n, k = len(points), min(k, len(points) - 1)
     if k < 1:
         return Graph(np.zeros(n + 1, np.int64), np.zeros(0, np.int32), symmetric=n < 2)
-    order, tree = _tree(points)
+    order, crowd = _thinned(points, k)
+    tree = _tree(points[order])
     nearest = np.empty((n, k), np.int32 if n < 2**31 else np.int64)
-    for first in range(0, n, QUERY):
+    for first in range(0, len(order), QUERY):
         rows = order[first : first + QUERY]
         nearest[rows] = _nearest(points, rows, k, order, tree)
+    if len(crowd):
+        nearest[crowd] = _nearest_at_one_place(points, crowd, k)
     return Graph(np.arange(0, n * k + 1, k, dtype=np.int64), nearest.ravel())
 
 
@@ -187,7 +192,8 @@ def radius_graph(points: Array, radius: float, max_neighbours: int | None = None
     """
     points = _finite(points)
     n = len(points)
-    order, tree = _tree(points)
+    order = morton_order(points[:, :3])
+    tree = _tree(points[order])
     reach = radius * (1 + 1e-12)
     counts = np.asarray(tree.query_ball_point(points, reach, return_length=True))
     total = int(np.minimum(counts - 1, max_neighbours or n).sum())
@@ -238,14 +244,24 @@ def _finite(points: Array) -> Array:
     return points
 
 
-def _tree(points: Array) -> tuple[Array, cKDTree]:
-    """Points along a Z-curve (near in space is near in memory), and the tree of them."""
+def _tree(points: Array) -> cKDTree:
     from scipy.spatial import cKDTree
 
-    from meshshard.curves import morton_order
+    return cKDTree(points)
 
+
+def _thinned(points: Array, k: int) -> tuple[Array, Array]:
+    """Points along a Z-curve (near in space is near in memory), and those that nobody needs.
+
+    Nobody hears a point with more than k of lower id at its place; a tree full of such points
+    would be one leaf.
+    """
     order = morton_order(points[:, :3])
-    return order, cKDTree(points[order])
+    along = points[order]
+    place = np.zeros(len(order), np.int64)
+    np.cumsum((along[1:] != along[:-1]).any(axis=1), out=place[1:])
+    crowd = rank_in_row(place) > k
+    return order[~crowd], order[crowd]
 
 
 def _nearest(points: Array, rows: Array, k: int, order: Array, tree: cKDTree) -> Array:
@@ -254,7 +270,7 @@ def _nearest(points: Array, rows: Array, k: int, order: Array, tree: cKDTree) ->
     The tree is asked for two more than k: itself, and one that shows whether the k-th is tied.
     Where it is, everything within that distance is fetched and ordered.
     """
-    asked = min(k + 2, len(points))
+    asked = min(k + 2, len(order))
     _, found = tree.query(points[rows], asked)
     to = order[found]
     distance = _square(points[rows][:, None] - points[to])
@@ -262,13 +278,29 @@ def _nearest(points: Array, rows: Array, k: int, order: Array, tree: cKDTree) ->
     by = np.lexsort((to, distance))
     to, distance = np.take_along_axis(to, by, 1), np.take_along_axis(distance, by, 1)
     tied = np.flatnonzero(distance[:, -1] <= distance[:, k] * (1 + 1e-12))
-    if asked == len(points):
+    if asked == len(order):
         tied = tied[:0]
     out = to[:, 1 : k + 1]
+    here = distance[tied, k] == 0
+    if here.any():
+        out[tied[here]] = _nearest_at_one_place(points, rows[tied[here]], k)
+    tied = tied[~here]
     for some in np.array_split(tied, max(1, len(tied) * k // (1 << 16))):
         if len(some):
             out[some] = _nearest_among_ties(points, rows[some], k, order, tree)
     return out
+
+
+def _nearest_at_one_place(points: Array, rows: Array, k: int) -> Array:
+    """As `_nearest`, of points with k others at the same place: the lowest ids of these."""
+    first = coincident(points)
+    members = np.argsort(first, kind="stable")  # the ids of each place, ascending
+    start = np.searchsorted(first[members], first[rows])
+    lowest = members[start[:, None] + np.arange(k + 1)]
+    # Whoever is among the k + 1 lowest ids of its place leaves itself out.
+    others = lowest != rows[:, None]
+    others[others.all(axis=1), k] = False
+    return lowest[others].reshape(len(rows), k)
 
 
 def _nearest_among_ties(points: Array, rows: Array, k: int, order: Array, tree: cKDTree) -> Array:

@@ -46,6 +46,15 @@ def test_many_points_against_a_full_table():
         assert row(graph, i) == by_distance(points, i)[0][:12].tolist()
 
 
+def test_many_points_at_one_place_take_the_lowest_ids():
+    points = np.concatenate([np.zeros((30_000, 3)), np.ones((5, 3))])
+    graph = knn_graph(points, 4)
+    assert row(graph, 0) == [1, 2, 3, 4]
+    assert row(graph, 3) == [0, 1, 2, 4]
+    assert row(graph, 29_999) == [0, 1, 2, 3]
+    assert row(graph, 30_001) == [30_000, 30_002, 30_003, 30_004]
+
+
 def test_neighbours_in_feature_space():
     features = np.random.default_rng(3).random((60, 7))
     graph = knn_graph(features, 5)
