@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshshard import _options
+from meshshard import _options, _rank_commands
 from meshshard.errors import MeshshardError, MeshWarning
 
 __all__ = ["build_parser", "main"]
@@ -73,6 +73,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_gather(commands)
     _add_view(commands)
     _add_demo(commands)
+    _rank_commands.add_launch(commands)
+    _rank_commands.add_selftest(commands)
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 from collections.abc import Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from meshshard import io, paraview, store
+from meshshard.errors import MeshshardError
+from meshshard.launch import command_of
 from meshshard.mesh import Array, Mesh
 from meshshard.partitions import partition
 
@@ -47,10 +50,27 @@ def run(out: Path, parts: int) -> Iterator[str]:
     yield f"Shards:       {folder}"
     yield f"For ParaView: {whole}"
     yield ""
+    yield "Two ranks of this machine against one process, values and gradients:"
+    yield from _on_two_ranks(folder)
+    yield ""
     yield "Next, on a file of yours:"
     yield "  meshshard info FILE"
     yield "  meshshard partition FILE --parts 8 --out shards --vtk"
     yield f"  meshshard view {folder} --png cut.png"
+
+
+def _on_two_ranks(folder: Path) -> Iterator[str]:
+    """What the selftest says of the folder, a line at a time.
+
+    Raises:
+        MeshshardError: the ranks do not equal one process, or could not run.
+    """
+    words = ["-m", "meshshard.selftest", "--folder", str(folder.absolute())]
+    done = subprocess.run(command_of(2, words), capture_output=True, text=True)
+    yield from done.stdout.splitlines()
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise MeshshardError(f"two ranks did not equal one: {last}; try: meshshard selftest")
 
 
 def force_coefficients(mesh: Mesh) -> Array:

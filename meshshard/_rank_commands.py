@@ -1,0 +1,43 @@
+"""Commands that run several ranks: launch a script, prove this machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from meshshard import _options
+
+__all__ = ["add_launch", "add_selftest"]
+
+
+def add_launch(commands: Any) -> None:
+    """`meshshard launch N script.py …`."""
+    p = commands.add_parser("launch", help="run a script on several ranks of this machine")
+    p.set_defaults(run=_launch)
+    p.add_argument("ranks", type=_options.positive, metavar="N")
+    p.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT …",
+                   help="script.py or -m module, and its arguments")  # fmt: skip
+
+
+def add_selftest(commands: Any) -> None:
+    """`meshshard selftest --ranks N`."""
+    p = commands.add_parser("selftest", help="prove that shards equal one process, gradients too")
+    p.set_defaults(run=_selftest)
+    p.add_argument("--ranks", type=_options.positive, default=2, metavar="N", help="[2]")
+    p.add_argument("--folder", metavar="DIR", help="of shards with cell fields [the demo's]")
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from meshshard import launch
+    from meshshard.errors import MeshshardError
+
+    if not args.words:
+        raise MeshshardError("say what to run: meshshard launch N script.py …")
+    return launch.launch(args.ranks, args.words)
+
+
+def _selftest(args: argparse.Namespace) -> int:
+    from meshshard import launch
+
+    folder = ["--folder", args.folder] if args.folder else []
+    return launch.launch(args.ranks, ["-m", "meshshard.selftest", *folder])

@@ -1,0 +1,47 @@
+"""Launch: several ranks of a script on this machine, without a word to the network."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+__all__ = ["command_of", "launch"]
+
+
+def launch(ranks: int, words: Sequence[str], *, quiet: bool = False) -> int:
+    """Run a script on `ranks` processes by torchrun, and wait for them.
+
+    torchrun looks the host's name up unless it is told addresses, and can hang there; here it is.
+    One rank that fails ends the others.
+
+    Args:
+        ranks: processes.
+        words: `script.py` or `-m module`, and its arguments.
+        quiet: keep what torchrun itself says to itself.
+
+    Returns:
+        The exit code, 0 where all ranks ended well.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    errors = subprocess.DEVNULL if quiet else None
+    return subprocess.run(command_of(ranks, words), env=environment, stderr=errors).returncode
+
+
+def command_of(ranks: int, words: Sequence[str]) -> list[str]:
+    """The torchrun command: local addresses, a free port."""
+    return [
+        sys.executable, "-m", "torch.distributed.run",
+        "--nproc-per-node", str(ranks),
+        "--local-addr", "127.0.0.1", "--master-addr", "127.0.0.1",
+        "--master-port", str(_free_port()),
+        *words,
+    ]  # fmt: skip
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
