@@ -2,6 +2,7 @@
 
 generated/cli.md         the help of every command, from argparse
 generated/api.md         one section a module, for autodoc
+generated/rules.md       functions that work on sharded tensors, from the tables of rules
 generated/benchmarks.md  tables of benchmarks/results/*.json
 datasets/, notebooks/    copies, so that their links work inside the documentation
 """
@@ -26,6 +27,7 @@ def everything(docs: Path) -> None:
     target.mkdir(exist_ok=True)
     write(target / "cli.md", cli_page())
     write(target / "api.md", api_page())
+    write(target / "rules.md", rules_page())
     write(target / "benchmarks.md", benchmarks_page(ROOT / "benchmarks" / "results"))
     copy_all(ROOT / "datasets", docs / "datasets", "*.md")
     copy_all(ROOT / "notebooks", docs / "notebooks", "*.ipynb")
@@ -112,8 +114,16 @@ def api_page() -> str:
 
 
 def directive(module: str, members: bool = True) -> str:
-    options = "   :members:\n   :show-inheritance:\n" if members else ""
+    own = ", ".join(own_names(module)) if members else ""
+    options = f"   :members: {own}\n   :show-inheritance:\n" if own else ""
     return f"```{{eval-rst}}\n.. automodule:: {module}\n{options}```\n"
+
+
+def own_names(module: str) -> list[str]:
+    """Public names that no other section has: those of the module itself, or of private ones."""
+    loaded = importlib.import_module(module)
+    homes = {n: getattr(getattr(loaded, n), "__module__", module) for n in loaded.__all__}
+    return [n for n, home in homes.items() if home == module or "._" in (home or "")]
 
 
 def keep_drawings(app, what, name, obj, options, lines: list[str]) -> None:
@@ -130,6 +140,23 @@ def keep_drawings(app, what, name, obj, options, lines: list[str]) -> None:
 def skip_tuple_fields(app, what, name, obj, skip, options) -> bool | None:
     """Fields of a NamedTuple are described in its Attributes."""
     return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field") else None
+
+
+# ------------------------------------------------------------------------------------------- rules
+def rules_page() -> str:
+    """Every torch function that has a rule, by family."""
+    tensor = importlib.import_module("meshshard.tensor")
+    names = importlib.import_module("meshshard.tensor.core").name_of
+    head = (
+        "# Functions with a rule\n\nMade from the tables in `meshshard/tensor`. A function that is "
+        "not here is refused by name when it meets a sharded tensor.\n"
+    )
+    for family, rules in tensor.FAMILIES.items():
+        module = importlib.import_module(f"meshshard.tensor.{family}")
+        listed = sorted({names(func) for func in rules})
+        head += f"\n## {family}\n\n{module.__doc__.splitlines()[0]}\n\n"
+        head += ", ".join(f"`{name}`" for name in listed) + "\n"
+    return head
 
 
 # -------------------------------------------------------------------------------------- benchmarks
