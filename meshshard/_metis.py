@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -117,42 +118,50 @@ def _in_child(
     with _scratch(size) as file:
         _fill(file, arrays, size)
         job["arrays"] = {name: len(a) for name, a in arrays.items()}
-        code = (  # by the same paths as here: a json.py where the user stands is not ours
+        program = (  # by the same paths as here: a json.py where the user stands is not ours
             f"import sys; sys.path[:] = {sys.path!r}; "
             "from meshshard._metis import serve; serve(*sys.argv[1:])"
         )
-        command = [sys.executable, "-c", code, str(file.fileno()), json.dumps(job)]
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=[file.fileno()],
-            start_new_session=True,
-        )
-        with child:
-            said = _last_words(child, timeout, what)
-        if child.returncode:
+        command = [sys.executable, "-c", program, str(file.fileno()), json.dumps(job)]
+        code, said = _run(command, file.fileno(), timeout, what)
+        if code:
             raise PartitionError(
-                f"METIS {how_it_ended(child.returncode, said)} on {what}; "
+                f"METIS {how_it_ended(code, said)} on {what}; "
                 "try Metis(recursive=True), another seed, or method=Morton()"
             )
         results = _map(file.fileno(), {**job["arrays"], **job["results"]})
         return {name: np.array(results[name]) for name in job["results"]}
 
 
-def _last_words(child: subprocess.Popen[bytes], timeout: float, what: str) -> bytes:
-    """What a child says until it ends; it never outlives this call."""
+def _run(command: list[str], descriptor: int, timeout: float, what: str) -> tuple[int, bytes]:
+    """Exit code and words of a child that never outlives this call.
+
+    Ctrl-C and SIGTERM wait until there is a child to stop.
+    """
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
     try:
-        return child.communicate(timeout=min(timeout, LONGEST))[0]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[descriptor],
+            start_new_session=True,
+        ) as child:
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, held)
+                said, _ = child.communicate(timeout=min(timeout, LONGEST))
+            finally:
+                child.kill()
+                child.wait()  # after Ctrl-C, leaving its block would not
     except subprocess.TimeoutExpired:
         raise PartitionError(
             f"METIS did not finish {what} in {timeout:g} s and was stopped; "
             "give Metis(timeout=…) more, or take method=Morton()"
         ) from None
     finally:
-        child.kill()
-        child.wait()  # after Ctrl-C, leaving its block would not
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    return child.returncode, said
 
 
 def _fill(file: IO[bytes], arrays: dict[str, Array], size: int) -> None:
@@ -199,6 +208,7 @@ def serve(descriptor: str, text: str) -> None:
         text: the job, as JSON.
     """
     die_with_parent()
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # METIS raises SIGTERM to report its errors
     job = json.loads(text)
     mapped = _map(int(descriptor), {**job["arrays"], **job["results"]})
     mapped = {name: np.asarray(a) for name, a in mapped.items()}

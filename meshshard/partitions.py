@@ -17,16 +17,7 @@ from meshshard.graph import Graph, cell_graph, cuthill_mckee, knn_graph, point_g
 from meshshard.inspection import glue
 from meshshard.mesh import Array, Mesh
 from meshshard.partitioners import Given, Metis, Partitioner, label
-from meshshard.plan import (
-    Halo,
-    Plan,
-    check_edges,
-    halo_of,
-    plan_of,
-    received,
-    runs,
-    send_lists,
-)
+from meshshard.plan import Halo, Plan, check_edges, halo_of, plan_of, received, runs, send_lists
 from meshshard.quality import Quality, quality_of
 
 if TYPE_CHECKING:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,17 +42,16 @@ def rms_norm(
     return _scaled(x * torch.rsqrt((x * x).mean(dims, keepdim=True) + eps), weight, None)
 
 
-def batch_norm(
-    x: ShardTensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
-    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Any:  # fmt: skip
+def batch_norm(*args: Any, **kwargs: Any) -> Any:
     """BatchNorm: one mean and variance a channel, over all rows of all ranks, in two passes."""
+    given = _given(F.batch_norm, args, kwargs)
+    x, running_mean, running_var = given.input, given.running_mean, given.running_var
     ndim = native_ndim(x)
     if x._dim == 1:
         raise refuse(F.batch_norm, (x,), None, "channels are sharded")
     dims = tuple(d for d in range(ndim) if d != 1)
     columns = [-1 if d == 1 else 1 for d in range(ndim)]
-    if training or running_mean is None:
+    if given.training or running_mean is None:
         n = shape_of(x).numel() // max(shape_of(x)[1], 1)
         if n < 2:
             raise ValueError(f"Expected more than 1 value per channel, got {tuple(shape_of(x))}")
@@ -59,25 +60,25 @@ def batch_norm(
         var = (apart * apart).mean(dims)
         if running_mean is not None:
             with torch.no_grad():
-                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-                running_var.lerp_((var * (n / (n - 1))).to(running_var.dtype), momentum)
+                running_mean.lerp_(mean.to(running_mean.dtype), given.momentum)
+                running_var.lerp_((var * (n / (n - 1))).to(running_var.dtype), given.momentum)
     else:
         var, apart = running_var, x - running_mean.view(columns)
-    out = apart * torch.rsqrt(var + eps).view(columns)
-    return _scaled(out, _shaped(weight, columns), _shaped(bias, columns))
+    out = apart * torch.rsqrt(var + given.eps).view(columns)
+    return _scaled(out, _shaped(given.weight, columns), _shaped(given.bias, columns))
 
 
-def instance_norm(
-    x: ShardTensor, running_mean: Any = None, running_var: Any = None, weight: Any = None,
-    bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
-) -> Any:  # fmt: skip
+def instance_norm(*args: Any, **kwargs: Any) -> Any:
     """InstanceNorm: statistics of every sample and channel over its points, wherever they are."""
-    if x._dim == 1 or running_mean is not None:
+    given = _given(F.instance_norm, args, kwargs)
+    x = given.input
+    if x._dim == 1 or given.running_mean is not None:
         why = "channels are sharded" if x._dim == 1 else "running statistics"
         raise refuse(F.instance_norm, (x,), None, why)
     dims = tuple(range(2, native_ndim(x)))
     columns = [-1 if d == 1 else 1 for d in range(native_ndim(x))]
-    return _scaled(_standard(x, dims, eps), _shaped(weight, columns), _shaped(bias, columns))
+    out = _standard(x, dims, given.eps)
+    return _scaled(out, _shaped(given.weight, columns), _shaped(given.bias, columns))
 
 
 def group_norm(
@@ -118,6 +119,13 @@ def _standard(x: ShardTensor, dims: tuple[int, ...], eps: float) -> ShardTensor:
     """Zero mean and variance one over some dims, in two passes."""
     apart = x - x.mean(dims, keepdim=True)
     return apart * torch.rsqrt((apart * apart).mean(dims, keepdim=True) + eps)
+
+
+def _given(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> SimpleNamespace:
+    """Arguments by the names that torch gives them, defaults included."""
+    bound = signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return SimpleNamespace(**bound.arguments)
 
 
 def _scaled(x: Any, weight: Any, bias: Any) -> Any:
