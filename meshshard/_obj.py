@@ -17,7 +17,8 @@ from meshshard.mesh import Array
 
 __all__ = ["read_obj"]
 
-BLANKS = bytes.maketrans(b"\t\r\v\f", b"    ")
+BLANKS = (b"\t", b"\r", b"\v", b"\f")
+_TO_SPACE = bytes.maketrans(b"".join(BLANKS), b"    ")
 SPACE, NEWLINE, SLASH = b" \n/"
 
 
@@ -35,7 +36,9 @@ def read_obj(path: Path) -> list[Dataset]:
     Raises:
         ReadError: an index is 0 or out of range, or a line is damaged.
     """
-    text = path.read_bytes().replace(b"\\\r\n", b" ").replace(b"\\\n", b" ")
+    text = path.read_bytes()
+    if b"\\" in text:  # lines that go on
+        text = text.replace(b"\\\r\n", b" ").replace(b"\\\n", b" ")
     try:
         points, lines, faces = _at_once(text)
     except ValueError:
@@ -57,12 +60,14 @@ def _at_once(text: bytes) -> _Geometry:
     Raises:
         ValueError: there is a line that takes `_by_line` to understand or to refuse.
     """
-    text = text.translate(BLANKS) + b"\n"
-    if text[:1] == b" " or b"\n " in text:
-        text = re.sub(rb"(?m)^ +", b"", text)
+    if any(blank in text for blank in BLANKS):
+        text = text.translate(_TO_SPACE)
+    text = text if text.endswith(b"\n") else text + b"\n"
     letters = np.frombuffer(text, np.uint8)
     bounds = np.concatenate([[0], np.flatnonzero(letters == NEWLINE) + 1])
     first, second = letters[bounds[:-1]], letters[np.minimum(bounds[:-1] + 1, len(letters) - 1)]
+    if (first == SPACE).any():
+        return _at_once(re.sub(rb"(?m)^ +", b"", text))
     alone = (second == SPACE) | (second == NEWLINE)  # v, but neither vn nor vt
     vertex, line, face = ((first == letter) & alone for letter in b"vlf")
     points = _coordinates(_Block(text, bounds, vertex))
@@ -109,6 +114,8 @@ def _coordinates(block: _Block) -> Array:
     counts, numbers = block.counts(block.starts), block.numbers(np.float64)
     if block.has_slash or (counts < 3).any():
         raise ValueError("a vertex is three numbers or more")
+    if len(numbers) == 3 * len(counts):
+        return numbers.reshape(-1, 3)
     return numbers[offsets_of(counts)[:-1, None] + np.arange(3)]
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshshard._datasets import Dataset, free_name
+from meshshard._datasets import Dataset
 from meshshard._ragged import offsets_of
 from meshshard._text import Scanner
 from meshshard.errors import ReadError
@@ -106,8 +106,9 @@ def _header_line(words: list[str], formats: list[str], elements: list[_Element])
         is_list = words[1] == "list"
         name = words[4 if is_list else 2]
         length, kind = (TYPES[w] for w in words[2:4]) if is_list else ("", TYPES[words[1]])
-        taken = [p.name for p in elements[-1].properties]
-        elements[-1].properties.append(_Property(free_name(name, taken), kind, length))
+        if name in [p.name for p in elements[-1].properties]:
+            raise ValueError(f"two properties are called '{name}'")
+        elements[-1].properties.append(_Property(name, kind, length))
 
 
 def _columns(file: Scanner, coding: str, element: _Element) -> _Columns:

@@ -60,6 +60,8 @@ def test_ply(load):
         assert mesh.cell_fields["flag"].tolist() == [9]
         with pytest.raises(ReadError, match="truncated"):
             load("a.ply", PLY.format(coding).encode() + data[:-4])
+        with pytest.raises(ReadError, match="two properties are called 'y'"):
+            load("a.ply", PLY.format(coding).replace("float z", "float y").encode() + data)
 
 
 def test_obj(load):
