@@ -103,12 +103,16 @@ def _header_line(words: list[str], formats: list[str], elements: list[_Element])
     elif words[0] == "element":
         elements.append(_Element(words[1], int(words[2]), []))
     elif words[0] == "property":
-        is_list = words[1] == "list"
-        name = words[4 if is_list else 2]
-        length, kind = (TYPES[w] for w in words[2:4]) if is_list else ("", TYPES[words[1]])
-        if name in [p.name for p in elements[-1].properties]:
-            raise ValueError(f"two properties are called '{name}'")
-        elements[-1].properties.append(_Property(name, kind, length))
+        _add_property(words, elements[-1].properties)
+
+
+def _add_property(words: list[str], properties: list[_Property]) -> None:
+    is_list = words[1] == "list"
+    name = words[4 if is_list else 2]
+    length, kind = (TYPES[w] for w in words[2:4]) if is_list else ("", TYPES[words[1]])
+    if name in [p.name for p in properties]:
+        raise ValueError(f"two properties are called '{name}'")
+    properties.append(_Property(name, kind, length))
 
 
 def _columns(file: Scanner, coding: str, element: _Element) -> _Columns:
