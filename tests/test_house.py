@@ -23,7 +23,7 @@ ONE_PLACE = {
     "pyvista": ("io.py", "io/", "viz.py", "viz/"),
     "torch.distributed": ("comm.py", "comm/", "train.py", "train/"),
 }
-TORCH_PART = ("comm", "forecast", "models", "nn", "shard", "tensor", "train")
+TORCH_PART = ("comm", "forecast", "models", "nn", "selftest.py", "shard", "tensor", "train")
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

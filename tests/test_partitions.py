@@ -175,7 +175,7 @@ def test_a_partition_shows_itself():
     [
         ({"parts": 0}, "parts 0"),
         ({"parts": [1, -1]}, "positive share"),
-        ({"parts": 2, "halo": 0}, "at least one ring"),
+        ({"parts": 2, "halo": 0}, "halo 0: 1 to 255 rings"),
     ],
 )
 def test_requests_that_cannot_be_right(arguments, message):

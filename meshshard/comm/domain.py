@@ -209,6 +209,11 @@ class Domain:
             raise DomainError(f"{what}: rank {rank}: {why}")
         return result  # type: ignore[return-value]
 
+    def close(self) -> None:
+        """End the process group that torchrun's ranks share, at the end of a script."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
     def offset(self, sizes: Size) -> int:
         """First id of this rank's rows."""
         return sum(sizes[: self.rank])
