@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from meshshard.comm import init_domain
-from meshshard.tensor import NoShardRule, shard
+from meshshard.tensor import NoShardRule, ShardTensor, shard
 
 TOLERANCE = 1e-12
 GRIDS = {"1x2": (1, 2), "1x4": (1, 4), "2x2": (2, 2)}
@@ -207,3 +207,53 @@ def test_training_equals_serial(ranks, grid, wrapper):
     size = GRIDS[grid][0] * GRIDS[grid][1]
     for errors in ranks[size].run(train_job, grid, wrapper):
         assert max(errors.values()) <= TOLERANCE, errors
+
+
+class ByRows(nn.Module):
+    """A module that treats rows alone, as it is on own rows."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return ShardTensor.from_local(self.module(x.to_local()), x.sharding)
+
+
+def tensor_parallel_job():
+    """An MLP's weights over one axis, its points over the other."""
+    mesh = device_mesh("2x2")[0]
+    domain = init_domain(mesh, "domain")
+    torch.manual_seed(1)
+    twin = nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 3)).double()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallel = parallelize_module(copy.deepcopy(twin), mesh["data"], plan)
+    x = sample(0, 0, 1000).requires_grad_()
+    sx = shard(sample(0, 0, 1000), domain, (137, 863)).requires_grad_()
+    for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        with mode(), pytest.raises(NoShardRule, match="DTensor .*tensor parallelism takes own rows"):
+            parallel(sx)
+    model = ByRows(parallel)
+    optimizers = adamw(twin), adamw(model)
+    errors = []
+    for _ in range(STEPS):
+        outs = twin(x), model(sx)
+        losses = [loss_of(out, 0) for out in outs]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        domain.average_gradients(model)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (twin, model)]
+        errors += [far(losses[1].detach(), losses[0].detach()), far(sx.grad.gather(), x.grad)]
+        errors += [far(whole(norms[1]), norms[0])]
+        pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
+        errors += [far(whole(p.grad), q.grad) for p, q in pairs]
+        for optimizer in optimizers:
+            optimizer.step()
+        errors += [far(whole(p), q.detach()) for p, q in pairs]
+    return errors
+
+
+def test_tensor_parallel_on_another_axis(ranks):
+    for errors in ranks[4].run(tensor_parallel_job):
+        assert max(errors) <= TOLERANCE, errors

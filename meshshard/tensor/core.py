@@ -22,6 +22,7 @@ __all__ = [
     "NoShardRule",
     "ShardTensor",
     "Sharding",
+    "called_from",
     "name_of",
     "native",
     "refuse",
@@ -115,6 +116,10 @@ class ShardTensor(Tensor):
             )
         with native():
             alias = local.view_as(local)
+            if type(alias) is not Tensor:  # a collective of torch under way: a copy has waited
+                alias = alias.clone()
+            if type(alias) is not Tensor:
+                raise MeshshardError(f"own rows must be a plain tensor, not {type(local).__name__}")
             if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
                 scale = 1 / sharding.domain.size
                 alias.register_hook(lambda grad: grad * scale)
@@ -203,10 +208,15 @@ def _in_own_function(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -
 
 def _checkpointing() -> bool:
     """Whether the function around is torch's own, which runs a model forward."""
+    return called_from("torch/utils/checkpoint.py", "forward")
+
+
+def called_from(file: str, function: str = "") -> bool:
+    """Whether a function of a file of torch, or any of its functions, is being run."""
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "forward" and code.co_filename.endswith("torch/utils/checkpoint.py"):
+        if code.co_filename.endswith(file) and function in ("", code.co_name):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
