@@ -322,6 +322,15 @@ def text(x: ShardTensor, *_: Any, **__: Any) -> str:
     )
 
 
+def detach(x: ShardTensor) -> ShardTensor:
+    """The values, outside of autograd; not for DDP, which sends buffers of rank 0 to all."""
+    if sys._getframe(2).f_code.co_name == "_sync_module_states":
+        why = "it sends rank 0's rows to all; give the field to forward, or make it a plain attribute"
+        raise refuse("a sharded buffer in DistributedDataParallel", (x,), None, why)
+    with native():
+        return wrap(x.detach(), x._sharding, x._dim)
+
+
 def new_like(func: Callable[..., Any]) -> Rule:
     """Factories such as new_zeros: the whole shape makes sharded rows, others a plain tensor."""
 
@@ -386,6 +395,7 @@ RULES: dict[Any, Rule] = {
     torch.Tensor.__len__: length,
     torch.Tensor.nbytes.__get__: lambda x: numel(x) * x.element_size(),  # type: ignore[attr-defined]
     torch.Tensor.stride: stride,
+    torch.Tensor.detach: detach,
     torch.Tensor.grad.__get__: grad,  # type: ignore[attr-defined]
     torch.Tensor.grad.__set__: set_grad,  # type: ignore[attr-defined]
     torch.Tensor._grad.__get__: grad,  # type: ignore[attr-defined]

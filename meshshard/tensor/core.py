@@ -7,6 +7,7 @@ ordinary tensor of own rows. Python sees the global shape: every torch function 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -135,6 +136,16 @@ class ShardTensor(Tensor):
         """The dim that is divided."""
         return self._dim
 
+    @property
+    def _is_param(self) -> bool:
+        """Whether it is a parameter: never. DDP and FSDP would mix the rows of all ranks."""
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        why = "a parameter is the same on every rank: optimise a leaf, x.requires_grad_()"
+        raise refuse("nn.Parameter", (self,), None, why)
+
     def to_local(self) -> Tensor:
         """Own rows as a plain tensor, in the midst of local autograd (see `meshshard.comm`)."""
         with native():
@@ -261,11 +272,8 @@ def name_of(func: Any) -> str:
     owner = getattr(func, "__self__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__") and owner is not None:
         return f"Tensor.{getattr(owner, '__name__', owner)}"
-    return (
-        str(getattr(func, "__qualname__", func))
-        .replace("TensorBase.", "Tensor.")
-        .replace("_VariableFunctionsClass.", "torch.")
-    )
+    name = re.sub(r"^pybind11_\w+\.", "", str(getattr(func, "__qualname__", func)))
+    return name.replace("TensorBase.", "Tensor.").replace("_VariableFunctionsClass.", "torch.")
 
 
 def refuse(func: Any, args: Any = (), kwargs: Any = None, why: str = "") -> NoShardRule:
