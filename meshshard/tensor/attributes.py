@@ -15,6 +15,7 @@ from meshshard.tensor.core import (
     Rule,
     ShardTensor,
     _in_hook,
+    called_from,
     native,
     refuse,
     wrap,
@@ -360,6 +361,19 @@ def _refused(name: str, why: str) -> Rule:
     return _rule
 
 
+def storage(x: ShardTensor) -> Any:
+    """Own rows in memory: nobody's business. torch.compile asks first, and then runs eagerly."""
+    if called_from("torch/_subclasses/meta_utils.py"):
+        from torch._dynamo.exc import Unsupported
+
+        raise Unsupported(str(refuse("torch.compile", (x,), None, COMPILED)), "a ShardTensor")
+    raise refuse("Tensor.untyped_storage", (x,), None, LOST)
+
+
+COMPILED = (
+    "compile what is done with own rows, a function of x.to_local() and domain.exchange, "
+    "and give it to ShardTensor.from_local"
+)
 LOST = "it would see own rows only: use x.gather() for all, x.to_local() for own rows"
 REFUSED: dict[str, str] = {
     "__array__": LOST, "__array_wrap__": LOST, "numpy": LOST, "tolist": LOST, "item": LOST,
@@ -368,7 +382,7 @@ REFUSED: dict[str, str] = {
     "__contains__": "compare and reduce: (x == value).any()",
     "__dlpack__": LOST, "__dlpack_device__": LOST, "__reduce_ex__":
     "a domain cannot be saved: save x.gather(), or x.to_local() and x.sharding.sizes",
-    "untyped_storage": LOST, "storage": LOST, "_typed_storage": LOST, "data_ptr": LOST,
+    "storage": LOST, "_typed_storage": LOST, "data_ptr": LOST,
     "share_memory_": LOST, "set_": LOST, "resize_": LOST, "as_strided": LOST,
 }  # fmt: skip
 
@@ -396,6 +410,7 @@ RULES: dict[Any, Rule] = {
     torch.Tensor.nbytes.__get__: lambda x: numel(x) * x.element_size(),  # type: ignore[attr-defined]
     torch.Tensor.stride: stride,
     torch.Tensor.detach: detach,
+    torch.Tensor.untyped_storage: storage,
     torch.Tensor.grad.__get__: grad,  # type: ignore[attr-defined]
     torch.Tensor.grad.__set__: set_grad,  # type: ignore[attr-defined]
     torch.Tensor._grad.__get__: grad,  # type: ignore[attr-defined]

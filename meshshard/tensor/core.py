@@ -235,10 +235,10 @@ def called_from(file: str, function: str = "") -> bool:
 
 def wrap(local: Tensor, sharding: Sharding, dim: int) -> ShardTensor:
     """Make a fresh local tensor a sharded one, without a copy and without a node of autograd."""
-    local.__class__ = ShardTensor
     out: ShardTensor = local  # type: ignore[assignment]
     out._sharding = sharding
     out._dim = dim
+    local.__class__ = ShardTensor  # last: Dynamo breaks its graph here
     return out
 
 
@@ -294,3 +294,14 @@ def _moved(origin: Tensor | None, old: Sharding, sizes: Sequence[int]) -> Tensor
     if origin is None:
         return None
     return old.domain.redistribute(origin, old.sizes, tuple(sizes))
+
+
+def _eagerly(func: Any) -> None:
+    """Dynamo leaves a function, and all that it calls, to run as it is."""
+    dynamo = torch._C._dynamo.eval_frame
+    if hasattr(dynamo, "set_code_exec_strategy"):
+        skip = dynamo._FrameAction.SKIP
+        dynamo.set_code_exec_strategy(func.__code__, dynamo._FrameExecStrategy(skip, skip))
+
+
+_eagerly(ShardTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
