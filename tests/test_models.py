@@ -231,7 +231,10 @@ def tensor_parallel_job():
     x = sample(0, 0, 1000).requires_grad_()
     sx = shard(sample(0, 0, 1000), domain, (137, 863)).requires_grad_()
     for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
-        with mode(), pytest.raises(NoShardRule, match="DTensor .*tensor parallelism takes own rows"):
+        with (
+            mode(),
+            pytest.raises(NoShardRule, match="DTensor .*tensor parallelism takes own rows"),
+        ):
             parallel(sx)
     model = ByRows(parallel)
     optimizers = adamw(twin), adamw(model)

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from meshshard.tensor.align import alike, own_rows, shape_of
-from meshshard.tensor.core import (
-    Rule,
-    ShardTensor,
-    _in_hook,
-    called_from,
-    native,
-    refuse,
-    wrap,
-)
+from meshshard.tensor.core import Rule, ShardTensor, _in_hook, called_from, native, refuse, wrap
 
 __all__ = ["RULES"]
 
@@ -35,70 +27,21 @@ def _asked(func: Callable[..., Any]) -> Rule:
 
 
 LOCAL_ATTRIBUTES = [
-    "dtype",
-    "device",
-    "layout",
-    "requires_grad",
-    "grad_fn",
-    "is_leaf",
-    "ndim",
-    "is_cuda",
-    "is_cpu",
-    "is_sparse",
-    "is_sparse_csr",
-    "is_quantized",
-    "is_nested",
-    "is_meta",
-    "is_mps",
-    "is_xla",
-    "is_xpu",
-    "is_mkldnn",
-    "is_vulkan",
-    "is_ipu",
-    "is_maia",
-    "is_mtia",
-    "itemsize",
-    "output_nr",
-    "name",
-    "_version",
-    "_base",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-    "grad_dtype",
-    "retains_grad",
-    "_cdata",
-    "volatile",
-]
+    "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "ndim", "is_cuda",
+    "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_meta", "is_mps",
+    "is_xla", "is_xpu", "is_mkldnn", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "itemsize",
+    "output_nr", "name", "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks",
+    "grad_dtype", "retains_grad", "_cdata", "volatile",
+]  # fmt: skip
 LOCAL_METHODS = [
-    "dim",
-    "ndimension",
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "element_size",
-    "is_contiguous",
-    "is_inference",
-    "is_conj",
-    "is_neg",
-    "get_device",
-    "is_pinned",
-    "is_shared",
-    "_is_view",
-    "is_same_size",
-]
+    "dim", "ndimension", "is_floating_point", "is_complex", "is_signed", "element_size",
+    "is_contiguous", "is_inference", "is_conj", "is_neg", "get_device", "is_pinned",
+    "is_shared", "_is_view", "is_same_size",
+]  # fmt: skip
 LOCAL_FUNCTIONS = [
-    "is_floating_point",
-    "is_complex",
-    "is_tensor",
-    "is_nonzero",
-    "is_inference",
-    "is_conj",
-    "is_neg",
-    "result_type",
-    "can_cast",
-    "is_storage",
-    "is_same_size",
-]
+    "is_floating_point", "is_complex", "is_tensor", "is_nonzero", "is_inference", "is_conj",
+    "is_neg", "result_type", "can_cast", "is_storage", "is_same_size",
+]  # fmt: skip
 
 
 def shape(x: ShardTensor) -> torch.Size:
@@ -326,7 +269,9 @@ def text(x: ShardTensor, *_: Any, **__: Any) -> str:
 def detach(x: ShardTensor) -> ShardTensor:
     """The values, outside of autograd; not for DDP, which sends buffers of rank 0 to all."""
     if sys._getframe(2).f_code.co_name == "_sync_module_states":
-        why = "it sends rank 0's rows to all; give the field to forward, or make it a plain attribute"
+        why = (
+            "it sends rank 0's rows to all; give the field to forward, or make it a plain attribute"
+        )
         raise refuse("a sharded buffer in DistributedDataParallel", (x,), None, why)
     with native():
         return wrap(x.detach(), x._sharding, x._dim)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -123,7 +124,7 @@ class ShardTensor(Tensor):
                 raise MeshshardError(f"own rows must be a plain tensor, not {type(local).__name__}")
             if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
                 scale = 1 / sharding.domain.size
-                alias.register_hook(lambda grad: grad * scale)
+                alias.register_hook(lambda grad: grad * scale)  # type: ignore[no-untyped-call]
         return wrap(alias, sharding, dim)
 
     @property
@@ -224,12 +225,12 @@ def _checkpointing() -> bool:
 
 def called_from(file: str, function: str = "") -> bool:
     """Whether a function of a file of torch, or any of its functions, is being run."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if code.co_filename.endswith(file) and function in ("", code.co_name):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
