@@ -100,7 +100,8 @@ PRODUCTS = {
     "addmm": lambda x, y, w, c, n: torch.addmm(c, x, w),
     "features sharded": lambda x, y, w, c, n: F.linear(x.T.unsqueeze(0), y.T, None),
     "slice tokens": lambda x, y, w, c, n: (
-        torch.einsum("ng,nc->gc", (x @ w).softmax(-1), y) / (1 + (x @ w).softmax(-1).sum(0))[:, None]
+        torch.einsum("ng,nc->gc", (x @ w).softmax(-1), y)
+        / (1 + (x @ w).softmax(-1).sum(0))[:, None]
     ),
 }  # fmt: skip
 VIEWS = {

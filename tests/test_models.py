@@ -203,7 +203,7 @@ def train_job(grid, wrapper):
 @pytest.mark.parametrize("grid", GRIDS)
 def test_training_equals_serial(ranks, grid, wrapper):
     if wrapper == "hybrid fsdp" and grid != "2x2":
-        pytest.skip("two axes of more than one rank")
+        pytest.skip("one axis only")
     size = GRIDS[grid][0] * GRIDS[grid][1]
     for errors in ranks[size].run(train_job, grid, wrapper):
         assert max(errors.values()) <= TOLERANCE, errors
@@ -231,10 +231,7 @@ def tensor_parallel_job():
     x = sample(0, 0, 1000).requires_grad_()
     sx = shard(sample(0, 0, 1000), domain, (137, 863)).requires_grad_()
     for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
-        with (
-            mode(),
-            pytest.raises(NoShardRule, match="DTensor .*tensor parallelism takes own rows"),
-        ):
+        with mode(), pytest.raises(NoShardRule, match="tensor parallelism takes own rows"):
             parallel(sx)
     model = ByRows(parallel)
     optimizers = adamw(twin), adamw(model)

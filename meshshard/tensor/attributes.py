@@ -97,7 +97,7 @@ def data(x: ShardTensor) -> ShardTensor:
 
 
 def requires_grad_(x: ShardTensor, requires_grad: bool = True) -> ShardTensor:
-    """Ask for a gradient: a leaf gets the global one, like any leaf (a door, see meshshard.comm)."""
+    """Ask for a gradient: a leaf gets the global one (a door, see meshshard.comm)."""
     with native():
         x.requires_grad_(requires_grad)
         # A leaf made within backward belongs to a checkpoint, in the midst of local autograd.
