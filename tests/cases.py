@@ -4,6 +4,7 @@ A case is a function of x (N, 6), y (N, 6), w (6, 6), c (6,), labels n (N,) in 0
 sharded by rows, w and c are plain.
 """
 
+import einops
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -26,6 +27,9 @@ POINTWISE = {
     "tanh sigmoid": lambda x, y, w, c, n: torch.tanh(x) * torch.sigmoid(y),
     "clamp": lambda x, y, w, c, n: x.clamp(-0.5, 0.5),
     "where": lambda x, y, w, c, n: torch.where(x > 0, x, y * 0.1),
+    "out": lambda x, y, w, c, n: (
+        torch.add(x.detach(), y.detach(), out=torch.zeros_like(x.detach())) * x
+    ),
     "where number": lambda x, y, w, c, n: torch.where(x > 0, x, 0.0),
     "maximum": lambda x, y, w, c, n: torch.maximum(x, y),
     "lerp": lambda x, y, w, c, n: torch.lerp(x, y, 0.3),
@@ -96,7 +100,8 @@ PRODUCTS = {
     "addmm": lambda x, y, w, c, n: torch.addmm(c, x, w),
     "features sharded": lambda x, y, w, c, n: F.linear(x.T.unsqueeze(0), y.T, None),
     "slice tokens": lambda x, y, w, c, n: (
-        torch.einsum("ng,nc->gc", (x @ w).softmax(-1), y) / (1 + (x @ w).softmax(-1).sum(0))[:, None]
+        torch.einsum("ng,nc->gc", (x @ w).softmax(-1), y)
+        / (1 + (x @ w).softmax(-1).sum(0))[:, None]
     ),
 }  # fmt: skip
 VIEWS = {
@@ -123,6 +128,22 @@ VIEWS = {
     "pad features": lambda x, y, w, c, n: F.pad(x, (1, 2)),
     "movedim": lambda x, y, w, c, n: x.movedim(0, 1),
     "unflatten": lambda x, y, w, c, n: x.unflatten(1, (3, 2)),
+}
+EINOPS = {
+    "einops heads": lambda x, y, w, c, n: einops.rearrange(x, "n (h c) -> h n c", h=2),
+    "einops and back": lambda x, y, w, c, n: einops.rearrange(
+        einops.rearrange(x, "n (h c) -> 1 h n c", h=2) * 2, "1 h n c -> n (h c)"
+    ),
+    "einops join": lambda x, y, w, c, n: einops.rearrange(x, "n c -> (n c)"),
+    "einops list": lambda x, y, w, c, n: einops.rearrange([x, y], "b n c -> n b c"),
+    "einops mean of rows": lambda x, y, w, c, n: einops.reduce(x * x, "n c -> c", "mean"),
+    "einops sum": lambda x, y, w, c, n: einops.reduce(x, "n (h c) -> n h", "sum", h=3),
+    "einops max": lambda x, y, w, c, n: einops.reduce(x, "n c -> 1 c", "max"),
+    "einops repeat": lambda x, y, w, c, n: einops.repeat(x, "n c -> b n k c", b=2, k=3),
+    "einops repeat rows": lambda x, y, w, c, n: einops.repeat(x, "n c -> (n 2) c"),
+    "einops einsum": lambda x, y, w, c, n: einops.einsum(x, y, "n c, n d -> c d"),
+    "einops pack": lambda x, y, w, c, n: einops.pack([x, y.reshape(-1, 2, 3)], "n *")[0],
+    "einops unpack": lambda x, y, w, c, n: einops.unpack(x, [[2], [2, 2]], "n *")[1],
 }
 INDEXING = {
     "column": lambda x, y, w, c, n: x[:, 2],
@@ -188,6 +209,7 @@ FAMILIES = {
     "reductions": REDUCTIONS,
     "products": PRODUCTS,
     "views": VIEWS,
+    "einops": EINOPS,
     "indexing": INDEXING,
     "norms": NORMS,
     "losses": LOSSES,

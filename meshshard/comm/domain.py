@@ -158,8 +158,9 @@ class Domain:
                 p.grad = torch.zeros_like(p)
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for p in used:
-            assert p.grad is not None
-            by_type.setdefault(p.grad.dtype, []).append(p.grad)
+            grad = getattr(p.grad, "_local_tensor", p.grad)  # own part of a DTensor on another axis
+            assert grad is not None
+            by_type.setdefault(grad.dtype, []).append(grad)
         for grads in by_type.values():
             flat = torch.cat([g.reshape(-1) for g in grads])
             _wire.all_reduce(self, flat, "average_gradients")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -14,7 +16,13 @@ from meshshard.comm import _wire, linear
 if TYPE_CHECKING:
     from meshshard.comm.domain import Domain
 
+    Plans = WeakValueDictionary[int, "Exchange"]
+
 __all__ = ["Exchange", "Running"]
+
+
+_plans: Plans = WeakValueDictionary()  # by handle: what compiled code knows a plan by
+_handles = count(2)  # torch.compile takes 0 and 1 for constants
 
 
 @dataclass(eq=False)
@@ -30,6 +38,8 @@ class Exchange:
         send: rows that go to each rank.
         receive: rows that come from each rank.
         name: what to call it in errors.
+        n_halo: rows that come from other ranks.
+        handle: its number in compiled code, where a new plan needs no new compilation.
     """
 
     domain: Domain
@@ -38,12 +48,13 @@ class Exchange:
     send: Sequence[int]
     receive: Sequence[int]
     name: str = "exchange"
+    n_halo: int = field(init=False)
+    handle: int = field(init=False, default_factory=_handles.__next__)
     _proved: bool = field(default=False, init=False)
 
-    @property
-    def n_halo(self) -> int:
-        """Rows that come from other ranks."""
-        return sum(self.receive)
+    def __post_init__(self) -> None:
+        self.n_halo = sum(self.receive)
+        _plans[self.handle] = self
 
     def check(self) -> None:
         """Compare the tables of all ranks, once.
@@ -94,14 +105,16 @@ class Running:
     def __init__(self, plan: Exchange, x: Tensor) -> None:
         self._plan, self._x = plan, x
         self._pending = None
-        if plan.domain.size > 1:
+        if plan.domain.size > 1 and not torch.compiler.is_compiling():
             with torch.no_grad():
                 self._pending = _send(plan, x.detach())
 
     def finish(self) -> Tensor:
         """(n_local, …) owned rows, then halo rows."""
-        if self._pending is None:
+        if self._plan.domain.size == 1:
             return self._x
+        if self._pending is None:
+            return linear.apply(Halo(self._plan), self._x)
         out: Tensor = _Finish.apply(self._x, self._plan, self._pending)  # type: ignore[no-untyped-call]
         return out
 
@@ -129,7 +142,11 @@ class Halo:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Owned rows, then halo rows."""
-        return torch.cat([x, _send(self.plan, x).wait()])
+        plan = self.plan
+        if torch.compiler.is_compiling():
+            local: Tensor = _compiled_halo(x, plan.handle, plan.n_owned + plan.n_halo)
+            return local
+        return torch.cat([x, _send(plan, x).wait()])
 
     def adjoint(self) -> Accumulate:
         """Local rows to owned rows."""
@@ -145,6 +162,9 @@ class Accumulate:
     def __call__(self, x: Tensor) -> Tensor:
         """Owned rows, with what peers have for them."""
         plan = self.plan
+        if torch.compiler.is_compiling():
+            owned: Tensor = _compiled_accumulate(x, plan.handle, plan.n_owned)
+            return owned
         mine, away = x[: plan.n_owned], x[plan.n_owned :]
         back = _wire.all_to_all(plan.domain, away, plan.receive, plan.send, "accumulate")
         return mine.index_add(0, plan.send_rows, back)
@@ -157,3 +177,36 @@ class Accumulate:
 def _send(plan: Exchange, x: Tensor) -> _wire.Pending:
     rows = x.index_select(0, plan.send_rows)
     return _wire.start_all_to_all(plan.domain, rows, plan.send, plan.receive, "exchange")
+
+
+# What compiled code calls. Tables stay out of it: Dynamo would compile again for every zero there.
+SCHEMA = "(Tensor x, SymInt plan, SymInt rows) -> Tensor"
+
+
+@torch.library.custom_op("meshshard::halo", mutates_args=(), schema=SCHEMA)
+def _compiled_halo(x: Tensor, plan: int, rows: int) -> Tensor:
+    del rows
+    found = _plan(plan)
+    found.check()
+    return Halo(found)(x)
+
+
+@torch.library.custom_op("meshshard::accumulate", mutates_args=(), schema=SCHEMA)
+def _compiled_accumulate(x: Tensor, plan: int, rows: int) -> Tensor:
+    del rows
+    return Accumulate(_plan(plan))(x)
+
+
+def _plan(handle: int) -> Exchange:
+    found = _plans.get(handle)
+    if found is None:
+        from meshshard.comm.domain import DomainError
+
+        raise DomainError("a plan of compiled code is gone; keep it until backward is done")
+    return found
+
+
+@_compiled_halo.register_fake
+@_compiled_accumulate.register_fake
+def _rows_like(x: Tensor, plan: int, rows: int) -> Tensor:
+    return x.new_empty((rows, *x.shape[1:]))

@@ -11,6 +11,7 @@ from meshshard.tensor import (
     indexing,
     losses,
     norms,
+    optimizers,
     pointwise,
     products,
     random,
@@ -32,6 +33,7 @@ FAMILIES = {
     "losses": losses.RULES,
     "random": random.RULES,
     "grids": grids.RULES,
+    "optimizers": optimizers.RULES,
     "attributes": attributes.RULES,
 }
 for _family in FAMILIES.values():

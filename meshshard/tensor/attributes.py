@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from meshshard.tensor.align import alike, own_rows, shape_of
-from meshshard.tensor.core import (
-    Rule,
-    ShardTensor,
-    _in_hook,
-    native,
-    refuse,
-    wrap,
-)
+from meshshard.tensor.core import Rule, ShardTensor, _in_hook, called_from, native, refuse, wrap
 
 __all__ = ["RULES"]
 
@@ -34,70 +27,21 @@ def _asked(func: Callable[..., Any]) -> Rule:
 
 
 LOCAL_ATTRIBUTES = [
-    "dtype",
-    "device",
-    "layout",
-    "requires_grad",
-    "grad_fn",
-    "is_leaf",
-    "ndim",
-    "is_cuda",
-    "is_cpu",
-    "is_sparse",
-    "is_sparse_csr",
-    "is_quantized",
-    "is_nested",
-    "is_meta",
-    "is_mps",
-    "is_xla",
-    "is_xpu",
-    "is_mkldnn",
-    "is_vulkan",
-    "is_ipu",
-    "is_maia",
-    "is_mtia",
-    "itemsize",
-    "output_nr",
-    "name",
-    "_version",
-    "_base",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-    "grad_dtype",
-    "retains_grad",
-    "_cdata",
-    "volatile",
-]
+    "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "ndim", "is_cuda",
+    "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_meta", "is_mps",
+    "is_xla", "is_xpu", "is_mkldnn", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "itemsize",
+    "output_nr", "name", "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks",
+    "grad_dtype", "retains_grad", "_cdata", "volatile",
+]  # fmt: skip
 LOCAL_METHODS = [
-    "dim",
-    "ndimension",
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "element_size",
-    "is_contiguous",
-    "is_inference",
-    "is_conj",
-    "is_neg",
-    "get_device",
-    "is_pinned",
-    "is_shared",
-    "_is_view",
-    "is_same_size",
-]
+    "dim", "ndimension", "is_floating_point", "is_complex", "is_signed", "element_size",
+    "is_contiguous", "is_inference", "is_conj", "is_neg", "get_device", "is_pinned",
+    "is_shared", "_is_view", "is_same_size",
+]  # fmt: skip
 LOCAL_FUNCTIONS = [
-    "is_floating_point",
-    "is_complex",
-    "is_tensor",
-    "is_nonzero",
-    "is_inference",
-    "is_conj",
-    "is_neg",
-    "result_type",
-    "can_cast",
-    "is_storage",
-    "is_same_size",
-]
+    "is_floating_point", "is_complex", "is_tensor", "is_nonzero", "is_inference", "is_conj",
+    "is_neg", "result_type", "can_cast", "is_storage", "is_same_size",
+]  # fmt: skip
 
 
 def shape(x: ShardTensor) -> torch.Size:
@@ -153,7 +97,7 @@ def data(x: ShardTensor) -> ShardTensor:
 
 
 def requires_grad_(x: ShardTensor, requires_grad: bool = True) -> ShardTensor:
-    """Ask for a gradient: a leaf gets the global one, like any leaf (a door, see meshshard.comm)."""
+    """Ask for a gradient: a leaf gets the global one (a door, see meshshard.comm)."""
     with native():
         x.requires_grad_(requires_grad)
         # A leaf made within backward belongs to a checkpoint, in the midst of local autograd.
@@ -322,6 +266,17 @@ def text(x: ShardTensor, *_: Any, **__: Any) -> str:
     )
 
 
+def detach(x: ShardTensor) -> ShardTensor:
+    """The values, outside of autograd; not for DDP, which sends buffers of rank 0 to all."""
+    if sys._getframe(2).f_code.co_name == "_sync_module_states":
+        why = (
+            "it sends rank 0's rows to all; give the field to forward, or make it a plain attribute"
+        )
+        raise refuse("a sharded buffer in DistributedDataParallel", (x,), None, why)
+    with native():
+        return wrap(x.detach(), x._sharding, x._dim)
+
+
 def new_like(func: Callable[..., Any]) -> Rule:
     """Factories such as new_zeros: the whole shape makes sharded rows, others a plain tensor."""
 
@@ -351,6 +306,19 @@ def _refused(name: str, why: str) -> Rule:
     return _rule
 
 
+def storage(x: ShardTensor) -> Any:
+    """Own rows in memory: nobody's business. torch.compile asks first, and then runs eagerly."""
+    if called_from("torch/_subclasses/meta_utils.py"):
+        from torch._dynamo.exc import Unsupported
+
+        raise Unsupported(str(refuse("torch.compile", (x,), None, COMPILED)), "a ShardTensor")
+    raise refuse("Tensor.untyped_storage", (x,), None, LOST)
+
+
+COMPILED = (
+    "compile what is done with own rows, a function of x.to_local() and domain.exchange, "
+    "and give it to ShardTensor.from_local"
+)
 LOST = "it would see own rows only: use x.gather() for all, x.to_local() for own rows"
 REFUSED: dict[str, str] = {
     "__array__": LOST, "__array_wrap__": LOST, "numpy": LOST, "tolist": LOST, "item": LOST,
@@ -359,7 +327,7 @@ REFUSED: dict[str, str] = {
     "__contains__": "compare and reduce: (x == value).any()",
     "__dlpack__": LOST, "__dlpack_device__": LOST, "__reduce_ex__":
     "a domain cannot be saved: save x.gather(), or x.to_local() and x.sharding.sizes",
-    "untyped_storage": LOST, "storage": LOST, "_typed_storage": LOST, "data_ptr": LOST,
+    "storage": LOST, "_typed_storage": LOST, "data_ptr": LOST,
     "share_memory_": LOST, "set_": LOST, "resize_": LOST, "as_strided": LOST,
 }  # fmt: skip
 
@@ -386,6 +354,8 @@ RULES: dict[Any, Rule] = {
     torch.Tensor.__len__: length,
     torch.Tensor.nbytes.__get__: lambda x: numel(x) * x.element_size(),  # type: ignore[attr-defined]
     torch.Tensor.stride: stride,
+    torch.Tensor.detach: detach,
+    torch.Tensor.untyped_storage: storage,
     torch.Tensor.grad.__get__: grad,  # type: ignore[attr-defined]
     torch.Tensor.grad.__set__: set_grad,  # type: ignore[attr-defined]
     torch.Tensor._grad.__get__: grad,  # type: ignore[attr-defined]

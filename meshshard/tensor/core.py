@@ -7,8 +7,10 @@ ordinary tensor of own rows. Python sees the global shape: every torch function 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +24,7 @@ __all__ = [
     "NoShardRule",
     "ShardTensor",
     "Sharding",
+    "called_from",
     "name_of",
     "native",
     "refuse",
@@ -115,9 +118,13 @@ class ShardTensor(Tensor):
             )
         with native():
             alias = local.view_as(local)
+            if type(alias) is not Tensor:  # a collective of torch under way: a copy has waited
+                alias = alias.clone()
+            if type(alias) is not Tensor:
+                raise MeshshardError(f"own rows must be a plain tensor, not {type(local).__name__}")
             if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
                 scale = 1 / sharding.domain.size
-                alias.register_hook(lambda grad: grad * scale)
+                alias.register_hook(lambda grad: grad * scale)  # type: ignore[no-untyped-call]
         return wrap(alias, sharding, dim)
 
     @property
@@ -129,6 +136,16 @@ class ShardTensor(Tensor):
     def sharded_dim(self) -> int:
         """The dim that is divided."""
         return self._dim
+
+    @property
+    def _is_param(self) -> bool:
+        """Whether it is a parameter: never. DDP and FSDP would mix the rows of all ranks."""
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        why = "a parameter is the same on every rank: optimise a leaf, x.requires_grad_()"
+        raise refuse("nn.Parameter", (self,), None, why)
 
     def to_local(self) -> Tensor:
         """Own rows as a plain tensor, in the midst of local autograd (see `meshshard.comm`)."""
@@ -203,21 +220,26 @@ def _in_own_function(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -
 
 def _checkpointing() -> bool:
     """Whether the function around is torch's own, which runs a model forward."""
-    frame = sys._getframe(2)
+    return called_from("torch/utils/checkpoint.py", "forward")
+
+
+def called_from(file: str, function: str = "") -> bool:
+    """Whether a function of a file of torch, or any of its functions, is being run."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "forward" and code.co_filename.endswith("torch/utils/checkpoint.py"):
+        if code.co_filename.endswith(file) and function in ("", code.co_name):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
 def wrap(local: Tensor, sharding: Sharding, dim: int) -> ShardTensor:
     """Make a fresh local tensor a sharded one, without a copy and without a node of autograd."""
-    local.__class__ = ShardTensor
     out: ShardTensor = local  # type: ignore[assignment]
     out._sharding = sharding
     out._dim = dim
+    local.__class__ = ShardTensor  # last: Dynamo breaks its graph here
     return out
 
 
@@ -251,11 +273,8 @@ def name_of(func: Any) -> str:
     owner = getattr(func, "__self__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__") and owner is not None:
         return f"Tensor.{getattr(owner, '__name__', owner)}"
-    return (
-        str(getattr(func, "__qualname__", func))
-        .replace("TensorBase.", "Tensor.")
-        .replace("_VariableFunctionsClass.", "torch.")
-    )
+    name = re.sub(r"^pybind11_\w+\.", "", str(getattr(func, "__qualname__", func)))
+    return name.replace("TensorBase.", "Tensor.").replace("_VariableFunctionsClass.", "torch.")
 
 
 def refuse(func: Any, args: Any = (), kwargs: Any = None, why: str = "") -> NoShardRule:
@@ -276,3 +295,14 @@ def _moved(origin: Tensor | None, old: Sharding, sizes: Sequence[int]) -> Tensor
     if origin is None:
         return None
     return old.domain.redistribute(origin, old.sizes, tuple(sizes))
+
+
+def _eagerly(func: Any) -> None:
+    """Dynamo leaves a function, and all that it calls, to run as it is."""
+    dynamo = torch._C._dynamo.eval_frame
+    if hasattr(dynamo, "set_code_exec_strategy"):
+        skip = dynamo._FrameAction.SKIP
+        dynamo.set_code_exec_strategy(func.__code__, dynamo._FrameExecStrategy(skip, skip))
+
+
+_eagerly(ShardTensor.__torch_function__.__func__)  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshshard.tensor.align import native_ndim, shape_of
 from meshshard.tensor.core import Rule, ShardTensor, native, refuse, wrap
+from meshshard.tensor.reductions import wide
 
 __all__ = ["RULES"]
 
@@ -50,6 +51,7 @@ def batch_norm(*args: Any, **kwargs: Any) -> Any:
     if x._dim == 1:
         raise refuse(F.batch_norm, (x,), None, "channels are sharded")
     dims = tuple(d for d in range(ndim) if d != 1)
+    kept, x = x.dtype, _wider(x)
     columns = [-1 if d == 1 else 1 for d in range(ndim)]
     if given.training or running_mean is None:
         n = shape_of(x).numel() // max(shape_of(x)[1], 1)
@@ -65,7 +67,7 @@ def batch_norm(*args: Any, **kwargs: Any) -> Any:
     else:
         var, apart = running_var, x - running_mean.view(columns)
     out = apart * torch.rsqrt(var + given.eps).view(columns)
-    return _scaled(out, _shaped(given.weight, columns), _shaped(given.bias, columns))
+    return _scaled(out, _shaped(given.weight, columns), _shaped(given.bias, columns)).to(kept)
 
 
 def instance_norm(*args: Any, **kwargs: Any) -> Any:
@@ -115,10 +117,16 @@ def pairwise_distance(
     return torch.linalg.vector_norm(x - y + eps, p, -1, keepdim=keepdim)
 
 
-def _standard(x: ShardTensor, dims: tuple[int, ...], eps: float) -> ShardTensor:
+def _standard(x: Tensor, dims: tuple[int, ...], eps: float) -> Any:
     """Zero mean and variance one over some dims, in two passes."""
+    kept, x = x.dtype, _wider(x)
     apart = x - x.mean(dims, keepdim=True)
-    return apart * torch.rsqrt((apart * apart).mean(dims, keepdim=True) + eps)
+    return (apart * torch.rsqrt((apart * apart).mean(dims, keepdim=True) + eps)).to(kept)
+
+
+def _wider(x: Any) -> Any:
+    """Statistics are kept in float32 at least, as in torch's own kernels."""
+    return x.to(wide(x.dtype))
 
 
 def _given(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> SimpleNamespace:

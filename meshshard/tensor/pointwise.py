@@ -290,8 +290,9 @@ def broadcasting(func: Callable[..., Any]) -> Rule:
 
 
 def _broadcast(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    if kwargs.get("out") is not None:
-        raise refuse(func, args, kwargs, "out= is not supported; assign the result")
+    into = kwargs.get("out")
+    if into is not None and type(into) is not ShardTensor:
+        raise refuse(func, args, kwargs, "out= is plain; assign the result")
     names = [n for n, v in kwargs.items() if isinstance(v, Tensor)]
     lined, first, back = aligned(func, [*args, *(kwargs[n] for n in names)])
     kwargs |= dict(zip(names, lined[len(args) :], strict=True))
@@ -299,7 +300,7 @@ def _broadcast(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
         raise refuse(func, args, kwargs, "a plain tensor cannot take sharded rows in place")
     with native():
         out = func(*lined[: len(args)], **kwargs)
-        if any(out is a for a in args):
+        if out is into or any(out is a for a in args):
             return out
         dim = out.ndim - back
     return wrap(out, first._sharding, dim)

@@ -18,7 +18,8 @@ LETTERS = "abcdefghijlopqrstuvwxyz"  # batch dims; k is contracted, m and n are 
 
 
 def contract(
-    func: Any, operands: Sequence[Tensor], labels: Sequence[str], out: str, compute: Callable[..., Any]
+    func: Any, operands: Sequence[Tensor], labels: Sequence[str], out: str,
+    compute: Callable[..., Any],
 ) -> Any:  # fmt: skip
     """A multilinear operation whose dims have labels.
 

@@ -14,8 +14,9 @@ from meshshard.comm.linear import largest
 from meshshard.tensor.align import dim_of, native_ndim, shape_of
 from meshshard.tensor.core import Rule, ShardTensor, native, refuse, wrap
 
-__all__ = ["RULES", "local_reduction"]
+__all__ = ["RULES", "local_reduction", "wide"]
 
+HALF = (torch.bfloat16, torch.float16)
 Dims = int | tuple[int, ...] | list[int] | None
 
 
@@ -53,8 +54,15 @@ def total(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any
     if x._dim not in dims:
         return local_reduction(torch.sum, x, dims, keepdim, dtype=dtype)
     with native():
-        local = torch.sum(x, dims, keepdim=keepdim, dtype=dtype)
-    return x._sharding.domain.all_reduce(local)
+        kept = dtype or x.dtype
+        local = torch.sum(x, dims, keepdim=keepdim, dtype=wide(kept) if kept in HALF else dtype)
+    whole = x._sharding.domain.all_reduce(local)
+    return whole.to(kept) if kept in HALF else whole
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums over many rows are kept, as torch's own kernels do."""
+    return torch.float32 if dtype in HALF else dtype
 
 
 def mean(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -62,7 +70,10 @@ def mean(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any 
     dims = _dims(x, dim)
     if x._dim not in dims:
         return local_reduction(torch.mean, x, dims, keepdim, dtype=dtype)
-    return total(x, dims, keepdim, dtype=dtype) / count_of(x, dims)
+    kept = dtype or (x.dtype if x.dtype in HALF else None)
+    if kept not in HALF:
+        return total(x, dims, keepdim, dtype=dtype) / count_of(x, dims)
+    return (total(x, dims, keepdim, dtype=wide(kept)) / count_of(x, dims)).to(kept)
 
 
 def nansum(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:

@@ -12,10 +12,23 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.tensor.align import alike, dim_of, native_ndim, own_rows, shape_of
-from meshshard.tensor.core import Rule, Sharding, ShardTensor, native, refuse, sharded, wrap
+from meshshard.tensor.core import (
+    Rule,
+    Sharding,
+    ShardTensor,
+    called_from,
+    native,
+    refuse,
+    sharded,
+    wrap,
+)
 
 __all__ = ["RULES", "followed", "rows_between"]
 
+DTENSOR = (
+    "tensor parallelism takes own rows: "
+    "ShardTensor.from_local(module(x.to_local()), x.sharding) where rows are treated alone"
+)
 MARK = 7919  # a size no other dim has: where it comes out, the sharded dim has gone
 
 
@@ -85,6 +98,8 @@ def _scaled(old: Sharding, sizes: Sequence[int]) -> Sharding:
 
 def view_as(x: Any, other: Tensor) -> Any:
     """The shape of another tensor."""
+    if x is other and called_from("torch/distributed/tensor/_api.py"):
+        raise refuse("DTensor", (x,), None, DTENSOR)
     if type(x) is not ShardTensor:
         raise refuse("view_as", (x, other), None, "a plain tensor with a sharded shape")
     return _reshaped(x, list(shape_of(other) if type(other) is ShardTensor else other.shape))
@@ -326,7 +341,8 @@ RULES: dict[Any, Rule] = {
     **{f: _on_other_dims(f, 2) for f in (torch.roll, torch.Tensor.roll)},
     **{f: _on_other_dims(f, 2, "dim") for f in (torch.repeat_interleave,
                                                 torch.Tensor.repeat_interleave)},
-    **_both("cat", cat), **_both("concat", cat), **_both("concatenate", cat), **_both("stack", stack),
+    **_both("cat", cat), **_both("concat", cat), **_both("concatenate", cat),
+    **_both("stack", stack),
     **_both("split", split), torch.functional.split: split, **_both("split_with_sizes", split),
     **_both("chunk", chunk), **_both("tensor_split", tensor_split), **_both("unbind", unbind),
     **_both("pad", pad), torch._C._nn.pad: pad,
