@@ -59,10 +59,19 @@ def total(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any
 
 def mean(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Mean: sum over the global count, never a mean of means."""
+    if dim is None and dtype is None and not keepdim:  # the common case, without a detour
+        with native():
+            local, shape = x.sum(), x.shape
+        width = math.prod(shape[: x._dim]) * math.prod(shape[x._dim + 1 :])
+        return x._sharding.domain.all_reduce(local) / (width * x._sharding.total)
     dims = _dims(x, dim)
     if x._dim not in dims:
         return local_reduction(torch.mean, x, dims, keepdim, dtype=dtype)
-    return total(x, dims, keepdim, dtype=dtype) / count_of(x, dims)
+    sharding = x._sharding
+    with native():
+        local = torch.sum(x, dims, keepdim=keepdim, dtype=dtype)
+        width = math.prod(x.shape[d] for d in dims if d != x._dim)
+    return sharding.domain.all_reduce(local) / (width * sharding.total)
 
 
 def nansum(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
