@@ -150,7 +150,7 @@ def _nemo(local: Any, *parameters: Any) -> tuple[Any, ...]:
     return (ShardTensor.from_local(local, mesh, [Shard(0)], shapes), *parameters)
 
 
-# ---------------------------------------------------------------------------------------------- size
+# --------------------------------------------------------------------------------------------- size
 def size() -> Tables:
     """The share of the overhead as rows become many."""
     with environment(**KEEP):

@@ -352,7 +352,17 @@ def keeping(func: Callable[..., Any]) -> Rule:
     return _rule
 
 
+def prelu(x: Any, weight: Tensor) -> ShardTensor:
+    """One slope for all, or one for each channel of dim 1."""
+    if type(x) is not ShardTensor or (x._dim == 1 and weight.numel() != 1):
+        raise refuse(torch.prelu, (x, weight), None, "channels, or slopes, are sharded")
+    with native():
+        out = torch.prelu(x, weight)
+    return wrap(out, x._sharding, x._dim)
+
+
 RULES: dict[Any, Rule] = {
+    **{f: prelu for f in (torch.prelu, F.prelu, Tensor.prelu)},
     **{func: broadcasting(func) for _, func in everywhere(BINARY)},
     **{func: pointwise(func) for name, func in everywhere(UNARY) if name not in RANDOM},
     **{func: keeping(func) for _, func in everywhere(KEEPING)},
