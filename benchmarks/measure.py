@@ -24,7 +24,16 @@ from typing import Any, NamedTuple
 Record = dict[str, Any]  # a row of a table: docs/generate.py makes the same tables of the JSON
 
 LOOK = 0.01  # s between two looks at the memory of a child
-PACKAGES = ("numpy", "scipy", "pymetis", "pyvista", "vtk", "torch", "torch-geometric")
+PACKAGES = (
+    "numpy",
+    "scipy",
+    "pymetis",
+    "pyvista",
+    "vtk",
+    "torch",
+    "torch-geometric",
+    "nvidia-physicsnemo",
+)
 
 
 class Cpu(NamedTuple):

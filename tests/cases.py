@@ -7,6 +7,7 @@ sharded by rows, w and c are plain.
 import einops
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import nn
 
 POINTWISE = {
     "add": lambda x, y, w, c, n: x + y,
@@ -204,6 +205,41 @@ LOSSES = {
     "cosine_embedding": lambda x, y, w, c, n: F.cosine_embedding_loss(x, y, 2 * (n % 2) - 1),
     "relative L2": lambda x, y, w, c, n: (x - y).norm() / y.norm(),
 }
+LAYERS = {
+    "nn.Sequential": lambda x, y, w, c, n: _layer(
+        x, lambda: nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 6))
+    ),
+    "nn.PReLU": lambda x, y, w, c, n: _layer(x, nn.PReLU),
+    "nn.LayerNorm": lambda x, y, w, c, n: _layer(x, lambda: nn.LayerNorm(6)),
+    "nn.RMSNorm": lambda x, y, w, c, n: _layer(x, lambda: nn.RMSNorm(6)),
+    "nn.BatchNorm1d": lambda x, y, w, c, n: _layer(x, lambda: nn.BatchNorm1d(6)),
+    "nn.BatchNorm1d eval": lambda x, y, w, c, n: _layer(x, lambda: nn.BatchNorm1d(6).eval()),
+    "nn.GroupNorm": lambda x, y, w, c, n: _layer(x, lambda: nn.GroupNorm(3, 6)),
+    "nn.InstanceNorm1d": lambda x, y, w, c, n: _layer(x.T[None], lambda: nn.InstanceNorm1d(6)),
+    "nn.Conv1d": lambda x, y, w, c, n: _layer(x.T[None], lambda: nn.Conv1d(6, 4, 3, padding=1)),
+    "nn.Embedding": lambda x, y, w, c, n: _layer(n, lambda: nn.Embedding(6, 6)) * x,
+    "nn.Dropout eval": lambda x, y, w, c, n: _layer(x, lambda: nn.Dropout(0.5).eval()),
+    "nn.Flatten": lambda x, y, w, c, n: _layer(x.reshape(-1, 2, 3), nn.Flatten),
+    "nn.CrossEntropyLoss": lambda x, y, w, c, n: nn.CrossEntropyLoss()(x, n),
+    "nn.MSELoss": lambda x, y, w, c, n: nn.MSELoss()(x, y),
+    "nn.SmoothL1Loss": lambda x, y, w, c, n: nn.SmoothL1Loss()(x, y),
+}
+REFUSED = {  # they couple all rows: refused by name, never wrong
+    "sort rows": lambda x, y, w, c, n: x.sort(0).values,
+    "topk rows": lambda x, y, w, c, n: x.topk(3, dim=0).values,
+    "median": lambda x, y, w, c, n: x.median(),
+    "prod": lambda x, y, w, c, n: x.prod(),
+    "all pairs": lambda x, y, w, c, n: x @ y.T,
+    "cdist": lambda x, y, w, c, n: torch.cdist(x, y),
+    "scatter_add rows": lambda x, y, w, c, n: torch.zeros_like(x).scatter_add(
+        0, n[:, None].expand(-1, 6), y
+    ),
+    "index_add rows": lambda x, y, w, c, n: x.index_add(0, n, y),
+    "roll rows": lambda x, y, w, c, n: x.roll(2, 0),
+    "attention": lambda x, y, w, c, n: F.scaled_dot_product_attention(x[None], y[None], y[None]),
+    "nn.MultiheadAttention": lambda x, y, w, c, n: _attention(x, y),
+    "nn.GRU": lambda x, y, w, c, n: _layer(x, lambda: nn.GRU(6, 6))[0],
+}
 FAMILIES = {
     "pointwise": POINTWISE,
     "reductions": REDUCTIONS,
@@ -213,6 +249,7 @@ FAMILIES = {
     "indexing": INDEXING,
     "norms": NORMS,
     "losses": LOSSES,
+    "layers": LAYERS,
 }
 CASES = {name: case for family in FAMILIES.values() for name, case in family.items()}
 
@@ -221,3 +258,14 @@ def _set(x, index, value):
     out = x * 1
     out[index] = value
     return out
+
+
+def _layer(x, make):
+    """A layer with the same parameters on every rank."""
+    torch.manual_seed(5)
+    return make().double()(x)
+
+
+def _attention(x, y):
+    torch.manual_seed(5)
+    return nn.MultiheadAttention(6, 2, batch_first=True).double()(x[None], y[None], y[None])[0]

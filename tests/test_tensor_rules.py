@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, REFUSED
 
 from meshshard.comm import init_domain
-from meshshard.tensor import ShardTensor, shard
+from meshshard.tensor import NoShardRule, ShardTensor, shard
 
 SIZES = {1: [(14,)], 2: [(3, 11), (14, 0)], 4: [(5, 0, 7, 2), (0, 0, 13, 1)]}
 TOLERANCE = 1e-10  # relative to the largest number
@@ -74,3 +74,15 @@ def test_rule(ranks, case, size):
         results = [rule_job(case, sizes)] if size == 1 else ranks[size].run(rule_job, case, sizes)
         for errors in results:
             assert max(errors) <= TOLERANCE, (sizes, errors)
+
+
+def refused_job(case, sizes):
+    domain = init_domain()
+    x, y, w, c, n = inputs()
+    with pytest.raises(NoShardRule):
+        REFUSED[case](*(shard(t, domain, sizes) for t in (x, y)), w, c, shard(n, domain, sizes))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_couples_all_rows_is_refused_on_every_rank(ranks, case):
+    ranks[2].run(refused_job, case, (3, 11))

@@ -54,6 +54,7 @@ class Domain:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.device = torch.device(device)
         self.traffic = Traffic()
+        self._sum = linear.Sum(self)
 
     def __repr__(self) -> str:
         return f"Domain(rank {self.rank} of {self.size}, {self.device})"
@@ -70,7 +71,7 @@ class Domain:
         if self.size == 1:
             return x
         if op == "sum":
-            return linear.apply(linear.Sum(self), x)
+            return linear.apply(self._sum, x)
         if op == "max":
             return linear.largest(self, x)
         raise DomainError(f"all_reduce: {op!r} is unknown: sum or max")

@@ -34,6 +34,8 @@ class Linear(Protocol):
 
 def apply(op: Linear, x: Tensor) -> Tensor:
     """The operator on a tensor, differentiable."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return op(x)  # the same, without what autograd costs
     out: Tensor = _Apply.apply(x, op)  # type: ignore[no-untyped-call]
     return out
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn import Parameter
 
 from meshshard.tensor.align import aligned
 from meshshard.tensor.core import Rule, ShardTensor, native, refuse, wrap
@@ -278,15 +279,27 @@ def broadcasting(func: Callable[..., Any]) -> Rule:
     """The rule of a function of several tensors that broadcast."""
 
     def _rule(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 2 and not kwargs:  # the common case, without a detour
+        if len(args) == 2 and not kwargs and type(args[0]) is ShardTensor:
             x, y = args
-            if type(x) is ShardTensor and type(y) in (int, float):
-                with native():
+            with native():
+                if simple := _simple(x, y):
                     out = func(x, y)
-                return out if out is x else wrap(out, x._sharding, x._dim)
+                    dim = out.ndim - x.ndim + x._dim
+            if simple:
+                return out if out is x else wrap(out, x._sharding, dim)
         return _broadcast(func, args, kwargs)
 
     return _rule
+
+
+def _simple(x: ShardTensor, y: Any) -> bool:
+    """Whether a second argument needs no alignment: a number, the same sharding, a plain row."""
+    kind = type(y)
+    if kind is ShardTensor:
+        return y._sharding is x._sharding and y.ndim - y._dim == x.ndim - x._dim
+    if kind is Tensor or kind is Parameter:
+        return y.ndim < x.ndim - x._dim
+    return kind is float or kind is int
 
 
 def _broadcast(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -340,7 +353,17 @@ def keeping(func: Callable[..., Any]) -> Rule:
     return _rule
 
 
+def prelu(x: Any, weight: Tensor) -> ShardTensor:
+    """One slope for all, or one for each channel of dim 1."""
+    if type(x) is not ShardTensor or (x._dim == 1 and weight.numel() != 1):
+        raise refuse(torch.prelu, (x, weight), None, "channels, or slopes, are sharded")
+    with native():
+        out = torch.prelu(x, weight)
+    return wrap(out, x._sharding, x._dim)
+
+
 RULES: dict[Any, Rule] = {
+    **dict.fromkeys((torch.prelu, F.prelu, Tensor.prelu), prelu),
     **{func: broadcasting(func) for _, func in everywhere(BINARY)},
     **{func: pointwise(func) for name, func in everywhere(UNARY) if name not in RANDOM},
     **{func: keeping(func) for _, func in everywhere(KEEPING)},

@@ -67,13 +67,20 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def mean(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Mean: sum over the global count, never a mean of means."""
+    if dim is None and dtype is None and not keepdim:  # the common case, without a detour
+        with native():
+            local, shape = x.sum(), x.shape
+        width = math.prod(shape[: x._dim]) * math.prod(shape[x._dim + 1 :])
+        return x._sharding.domain.all_reduce(local) / (width * x._sharding.total)
     dims = _dims(x, dim)
     if x._dim not in dims:
         return local_reduction(torch.mean, x, dims, keepdim, dtype=dtype)
-    kept = dtype or (x.dtype if x.dtype in HALF else None)
-    if kept not in HALF:
-        return total(x, dims, keepdim, dtype=dtype) / count_of(x, dims)
-    return (total(x, dims, keepdim, dtype=wide(kept)) / count_of(x, dims)).to(kept)
+    with native():
+        kept = dtype or x.dtype
+        local = torch.sum(x, dims, keepdim=keepdim, dtype=wide(kept) if kept in HALF else dtype)
+        width = math.prod(x.shape[d] for d in dims if d != x._dim)
+    out = x._sharding.domain.all_reduce(local) / (width * x._sharding.total)
+    return out.to(kept) if kept in HALF else out
 
 
 def nansum(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:

@@ -57,6 +57,12 @@ def reshape(x: ShardTensor, *shape: Any, **kwargs: Any) -> ShardTensor:
         with native():
             return wrap(x.view(wanted[0]), x._sharding, x._dim)
     wanted = wanted[0] if len(wanted) == 1 and not isinstance(wanted[0], int) else wanted
+    if x._dim == 0 and len(wanted) > 1:  # the common case: rows stay in front, without a detour
+        first, *rest = wanted
+        sharding = x._sharding
+        with native():
+            if first in (sharding.total, -1) and math.prod(rest) == math.prod(x.shape[1:]) > 0:
+                return wrap(x.reshape(sharding.own, *rest), sharding, 0)
     return _reshaped(x, [int(n) for n in wanted])
 
 
