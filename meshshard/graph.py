@@ -300,7 +300,7 @@ def _nearest_at_one_place(points: Array, rows: Array, k: int) -> Array:
     # Whoever is among the k + 1 lowest ids of its place leaves itself out.
     others = lowest != rows[:, None]
     others[others.all(axis=1), k] = False
-    return lowest[others].reshape(len(rows), k)
+    return np.asarray(lowest[others].reshape(len(rows), k))
 
 
 def _nearest_among_ties(points: Array, rows: Array, k: int, order: Array, tree: cKDTree) -> Array:

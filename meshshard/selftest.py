@@ -68,7 +68,7 @@ def _adjoint(shard: Shard) -> float:
     (back,) = torch.autograd.grad(out, x, y.to(out.device))
     sums = torch.stack([(out.detach() * y.to(out.device)).sum(), (x.detach() * back).sum()])
     left, right = shard.domain.all_reduce(sums).tolist()
-    return abs(left - right) / max(abs(left), 1e-30)
+    return float(abs(left - right) / max(abs(left), 1e-30))
 
 
 def _model(
@@ -78,10 +78,10 @@ def _model(
     serial, sharded = _network(domain), _network(domain)
     x = whole[0].clone().requires_grad_()
     loss = _loss(serial, x, whole[1])
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     parts[0].requires_grad_()
     mine = _loss(sharded, parts[0], parts[1])
-    mine.backward()
+    mine.backward()  # type: ignore[no-untyped-call]
     domain.average_gradients(sharded)
     yield "loss of a network with norms", _far(mine.detach(), loss.detach())
     grad = parts[0].grad
@@ -105,7 +105,8 @@ def _network(domain: Domain) -> nn.Module:
 def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     scale = y.std()
     out: Tensor = ((model(x)[:, 0] - y / scale).softmax(0) * y / scale).sum()
-    return out + (model(x)[:, 0] - y / scale).square().mean()
+    out = out + (model(x)[:, 0] - y / scale).square().mean()
+    return out
 
 
 def _grad(p: Tensor) -> Tensor:
@@ -145,11 +146,11 @@ def main(words: list[str] | None = None) -> int:
 def _made(domain: Domain, place: Path) -> str:
     """A folder made by rank 0, of the surface that comes along; its path on every rank."""
 
-    def make() -> str:
+    def _make() -> str:
         with as_file(files("meshshard") / "data" / "boundary_1.vtp") as source:
             return str(partition(io.read(source), max(8, domain.size)).save(place / "own.shards"))
 
-    made: Callable[[], str] = make if domain.rank == 0 else lambda: ""
+    made: Callable[[], str] = _make if domain.rank == 0 else lambda: ""
     return domain.share(domain.together(made, "selftest"))[0]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -124,7 +125,7 @@ class Shard:
         """
         return self.domain.exchange(x.to_local(), self.exchange)
 
-    def put(self, fields: Mapping[str, ShardTensor], name: str = "prediction") -> None:
+    def put(self, fields: Mapping[str, Any], name: str = "prediction") -> None:
         """Save results beside the shards, each rank its own; `meshshard gather` collects them."""
         parts = {n: x.detach().to_local().cpu().numpy() for n, x in fields.items()}
         start = 0
@@ -133,7 +134,7 @@ class Shard:
             self.folder.put(p, {n: a[start:stop] for n, a in parts.items()}, name)
             start = stop
 
-    def gather(self, fields: Mapping[str, ShardTensor]) -> Mesh | None:
+    def gather(self, fields: Mapping[str, Any]) -> Mesh | None:
         """On rank 0 the whole mesh in the order of the file, with these fields; None elsewhere.
 
         Communication: one all-to-all for each field, and one of the rows' origins.

@@ -5,6 +5,7 @@ name; `shard_rule` adds one.
 """
 
 from meshshard.tensor import (
+    along,
     attributes,
     core,
     grids,
@@ -26,6 +27,7 @@ __all__ = ["FAMILIES", "NoShardRule", "ShardTensor", "Sharding", "shard", "shard
 FAMILIES = {
     "pointwise": pointwise.RULES,
     "reductions": reductions.RULES,
+    "along": along.RULES,
     "products": products.RULES,
     "views": views.RULES,
     "indexing": indexing.RULES,

@@ -104,7 +104,7 @@ def requires_grad_(x: ShardTensor, requires_grad: bool = True) -> ShardTensor:
         door = requires_grad and x.is_leaf and torch._C._current_autograd_node() is None
         if door and not getattr(x, "_door", False):
             scale = 1 / x._sharding.domain.size
-            x.register_hook(lambda g: g * scale)
+            x.register_hook(lambda g: g * scale)  # type: ignore[no-untyped-call]
             x._door = True  # type: ignore[attr-defined]
     return x
 
@@ -131,10 +131,10 @@ def register_hook(x: ShardTensor, hook: Callable[[Any], Any]) -> Any:
         if answer is None:
             return None
         with native():
-            return answer.view_as(answer) if leaf else answer * scale
+            return answer.view_as(answer) if leaf else answer * scale  # type: ignore[no-any-return]
 
     with native():
-        return x.register_hook(_seen)
+        return x.register_hook(_seen)  # type: ignore[no-untyped-call]
 
 
 def retain_grad(x: ShardTensor) -> None:
@@ -150,7 +150,7 @@ def retain_grad(x: ShardTensor) -> None:
                 more = g * scale
                 x._kept = more if kept is None else kept + more  # type: ignore[attr-defined]
 
-        x.register_hook(_keep)
+        x.register_hook(_keep)  # type: ignore[no-untyped-call]
 
 
 def backward(
@@ -332,6 +332,8 @@ REFUSED: dict[str, str] = {
 }  # fmt: skip
 
 _get = {n: getattr(torch.Tensor, n) for n in LOCAL_ATTRIBUTES if hasattr(torch.Tensor, n)}
+_grad: Any = torch.Tensor.grad
+_same_grad: Any = torch.Tensor._grad
 RULES: dict[Any, Rule] = {
     **{a.__get__: _asked(a.__get__) for a in _get.values()},
     **{f: _asked(f) for n in LOCAL_METHODS if (f := getattr(torch.Tensor, n, None))},
@@ -356,9 +358,9 @@ RULES: dict[Any, Rule] = {
     torch.Tensor.stride: stride,
     torch.Tensor.detach: detach,
     torch.Tensor.untyped_storage: storage,
-    torch.Tensor.grad.__get__: grad,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__set__: set_grad,  # type: ignore[attr-defined]
-    torch.Tensor._grad.__get__: grad,  # type: ignore[attr-defined]
+    _grad.__get__: grad,
+    _grad.__set__: set_grad,
+    _same_grad.__get__: grad,
     torch.Tensor.data.__get__: data,  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad.__set__: set_requires_grad,  # type: ignore[attr-defined]

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 Rule = Callable[..., Any]
+Sharded = Any  # a ShardTensor, where operations follow whose results torch's stubs call Tensors
 R = TypeVar("R", bound=Rule)
 RULES: dict[Any, Rule] = {}
 native = torch._C.DisableTorchFunctionSubclass  # within it, a ShardTensor is its own rows

@@ -79,7 +79,8 @@ def _other_dims(x: ShardTensor, items: list[Any]) -> ShardTensor:
         dim = sum(not isinstance(i, int) for i in items[: real[x._dim]])
         with native():
             return wrap(x[tuple(items)], x._sharding, dim)
-    return followed(torch.Tensor.__getitem__, x, (tuple(items),), {})
+    out: ShardTensor = followed(torch.Tensor.__getitem__, x, (tuple(items),), {})
+    return out
 
 
 def _other_dims_plain(x: Tensor, items: list[Any], row: int | None) -> Tensor:

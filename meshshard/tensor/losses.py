@@ -15,6 +15,8 @@ from meshshard.tensor.core import Rule, ShardTensor, native, refuse, wrap
 
 __all__ = ["RULES"]
 
+_legacy: Any = F._Reduction  # type: ignore[attr-defined]
+
 
 def _elementwise(func: Callable[..., Any]) -> Rule:
     """Losses whose terms broadcast: mse, l1, huber, binary cross entropy, …."""
@@ -40,7 +42,7 @@ def _reduction(func: Any, given: dict[str, Any]) -> str:
     size_average, reduce = given.pop("size_average", None), given.pop("reduce", None)
     how = given.pop("reduction", "mean")
     if size_average is not None or reduce is not None:
-        how = F._Reduction.legacy_get_string(size_average, reduce)  # type: ignore[no-untyped-call]
+        how = _legacy.legacy_get_string(size_average, reduce)
     if how not in ("none", "mean", "sum", "batchmean"):
         raise ValueError(f"{how} is not a valid value for reduction")
     return str(how)
@@ -112,7 +114,8 @@ def _weights(target: Tensor, given: dict[str, Any]) -> Tensor:
     there = target != given.get("ignore_index", -100)
     weight = given.get("weight")
     if weight is None:
-        return there.to(torch.get_default_dtype())
+        ones: Tensor = there.to(torch.get_default_dtype())
+        return ones
     picked: Tensor = weight[torch.where(there, target, 0)] * there
     return picked
 

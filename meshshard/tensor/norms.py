@@ -12,14 +12,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.tensor.align import native_ndim, shape_of
-from meshshard.tensor.core import Rule, ShardTensor, native, refuse, wrap
+from meshshard.tensor.core import Rule, Sharded, native, refuse, wrap
 from meshshard.tensor.reductions import wide
 
 __all__ = ["RULES"]
 
 
 def layer_norm(
-    x: ShardTensor, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None,
+    x: Sharded, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None,
     eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     """LayerNorm: rows alone, unless the rows are what is normalised over."""
@@ -32,7 +32,7 @@ def layer_norm(
 
 
 def rms_norm(
-    x: ShardTensor, normalized_shape: Sequence[int], weight: Any = None, eps: Any = None
+    x: Sharded, normalized_shape: Sequence[int], weight: Any = None, eps: Any = None
 ) -> Any:
     """RMSNorm: as LayerNorm, without the mean."""
     dims = _last(x, len(normalized_shape))
@@ -84,7 +84,7 @@ def instance_norm(*args: Any, **kwargs: Any) -> Any:
 
 
 def group_norm(
-    x: ShardTensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    x: Sharded, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
     """GroupNorm: statistics of every sample and group, over points wherever they are."""
     if x._dim == 1:
@@ -97,9 +97,7 @@ def group_norm(
     return _scaled(out, _shaped(weight, columns), _shaped(bias, columns))
 
 
-def normalize(
-    x: ShardTensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
-) -> Any:
+def normalize(x: Sharded, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
     """Vectors of norm one."""
     return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
 
@@ -145,7 +143,7 @@ def _shaped(x: Any, columns: list[int]) -> Any:
     return None if x is None else x.view(columns)
 
 
-def _last(x: ShardTensor, n: int) -> tuple[int, ...]:
+def _last(x: Sharded, n: int) -> tuple[int, ...]:
     return tuple(range(native_ndim(x) - n, native_ndim(x)))
 
 

@@ -298,7 +298,7 @@ def _simple(x: ShardTensor, y: Any) -> bool:
     if kind is ShardTensor:
         return y._sharding is x._sharding and y.ndim - y._dim == x.ndim - x._dim
     if kind is Tensor or kind is Parameter:
-        return y.ndim < x.ndim - x._dim
+        return bool(y.ndim < x.ndim - x._dim)
     return kind is float or kind is int
 
 

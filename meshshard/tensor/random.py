@@ -15,12 +15,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.tensor.align import native_shape, shape_of
-from meshshard.tensor.core import Rule, ShardTensor, native, refuse, wrap
+from meshshard.tensor.attributes import requires_grad_
+from meshshard.tensor.core import Rule, Sharded, ShardTensor, native, refuse, wrap
 
 __all__ = ["RULES", "uniform"]
 
 
-def uniform(x: ShardTensor) -> Tensor:
+def uniform(x: Sharded) -> Tensor:
     """Own numbers of a uniform draw in [0, 1), float64, of the local shape of `x`."""
     seed = int(torch.randint(2**62, ()))
     with native():
@@ -49,7 +50,7 @@ def _right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def dropout(x: ShardTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def dropout(x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Dropout with a mask that does not depend on the partition."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
@@ -62,66 +63,67 @@ def dropout(x: ShardTensor, p: float = 0.5, training: bool = True, inplace: bool
     return x if inplace else wrap(out, x._sharding, x._dim)
 
 
-def native_dropout(x: ShardTensor, p: float = 0.5, train: bool = True) -> Any:
+def native_dropout(x: Sharded, p: float = 0.5, train: bool = True) -> Any:
     """torch.dropout."""
     return dropout(x, p, train)
 
 
-def rand_like(x: ShardTensor, **kwargs: Any) -> ShardTensor:
+def rand_like(x: Sharded, **kwargs: Any) -> ShardTensor:
     """Uniform numbers in [0, 1)."""
     with native():
         draw = uniform(x).to(kwargs.get("dtype") or x.dtype)
     return _made(draw, x, kwargs)
 
 
-def randn_like(x: ShardTensor, **kwargs: Any) -> ShardTensor:
+def randn_like(x: Sharded, **kwargs: Any) -> ShardTensor:
     """Normal numbers, by the inverse of their distribution."""
     with native():
         draw = _normal(x).to(kwargs.get("dtype") or x.dtype)
     return _made(draw, x, kwargs)
 
 
-def bernoulli(x: ShardTensor, p: Any = None, **_: Any) -> ShardTensor:
+def bernoulli(x: Sharded, p: Any = None, **_: Any) -> ShardTensor:
     """Zeros and ones with the probability that x says, or p."""
     with native():
         draw = (uniform(x) < (x if p is None else p)).to(x.dtype)
     return wrap(draw, x._sharding, x._dim)
 
 
-def uniform_(x: ShardTensor, low: float = 0.0, high: float = 1.0, **_: Any) -> ShardTensor:
+def uniform_(x: Sharded, low: float = 0.0, high: float = 1.0, **_: Any) -> ShardTensor:
     """Fill with uniform numbers."""
     with native(), torch.no_grad():
         x.copy_(uniform(x) * (high - low) + low)
-    return x
+    return x  # type: ignore[no-any-return]
 
 
-def normal_(x: ShardTensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> ShardTensor:
+def normal_(x: Sharded, mean: float = 0.0, std: float = 1.0, **_: Any) -> ShardTensor:
     """Fill with normal numbers."""
     with native(), torch.no_grad():
         x.copy_(_normal(x) * std + mean)
-    return x
+    return x  # type: ignore[no-any-return]
 
 
-def _normal(x: ShardTensor) -> Tensor:
-    return torch.special.ndtri((uniform(x) + 2.0**-54).clamp(max=1 - 2.0**-53))
+def _normal(x: Sharded) -> Tensor:
+    draw: Tensor = torch.special.ndtri((uniform(x) + 2.0**-54).clamp(max=1 - 2.0**-53))
+    return draw
 
 
-def _made(draw: Tensor, x: ShardTensor, kwargs: dict[str, Any]) -> ShardTensor:
+def _made(draw: Tensor, x: Sharded, kwargs: dict[str, Any]) -> ShardTensor:
     out = wrap(draw, x._sharding, x._dim)
-    return out.requires_grad_() if kwargs.get("requires_grad") else out
+    return requires_grad_(out) if kwargs.get("requires_grad") else out
 
 
 def like(func: Callable[..., Any]) -> Rule:
     """zeros_like and its kin."""
 
-    def _rule(x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+    def _rule(x: Sharded, *args: Any, **kwargs: Any) -> ShardTensor:
         with native():
             return wrap(func(x, *args, **kwargs), x._sharding, x._dim)
 
     return _rule
 
 
-def feature_dropout(x: ShardTensor, p: float = 0.5, training: bool = True,
+def feature_dropout(x: Sharded, p: float = 0.5, training: bool = True,
                     inplace: bool = False) -> Any:  # fmt: skip
     """Whole channels of a sample are dropped: rows must be samples."""
     if x._dim != 0:

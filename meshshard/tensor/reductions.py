@@ -12,15 +12,16 @@ from torch import Tensor
 
 from meshshard.comm.linear import largest
 from meshshard.tensor.align import dim_of, native_ndim, shape_of
-from meshshard.tensor.core import Rule, ShardTensor, native, refuse, wrap
+from meshshard.tensor.core import Rule, Sharded, ShardTensor, native, refuse, wrap
 
 __all__ = ["RULES", "local_reduction", "wide"]
 
+_linalg: Any = torch._C._linalg  # type: ignore[attr-defined]
 HALF = (torch.bfloat16, torch.float16)
 Dims = int | tuple[int, ...] | list[int] | None
 
 
-def _dims(x: ShardTensor, dim: Dims) -> tuple[int, ...]:
+def _dims(x: Sharded, dim: Dims) -> tuple[int, ...]:
     """Dims from the left; all for None and for an empty list, as torch has it."""
     ndim = native_ndim(x)
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
@@ -28,13 +29,13 @@ def _dims(x: ShardTensor, dim: Dims) -> tuple[int, ...]:
     return tuple(dim_of(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
 
 
-def kept_dim(x: ShardTensor, dims: tuple[int, ...], keepdim: bool) -> int:
+def kept_dim(x: Sharded, dims: tuple[int, ...], keepdim: bool) -> int:
     """Where the sharded dim is after others were reduced."""
-    return x._dim if keepdim else x._dim - sum(d < x._dim for d in dims)
+    return int(x._dim if keepdim else x._dim - sum(d < x._dim for d in dims))
 
 
 def local_reduction(
-    func: Callable[..., Any], x: ShardTensor, dims: tuple[int, ...], keepdim: bool, **more: Any
+    func: Callable[..., Any], x: Sharded, dims: tuple[int, ...], keepdim: bool, **more: Any
 ) -> ShardTensor:
     """A reduction that leaves the sharded dim alone."""
     with native():
@@ -42,13 +43,13 @@ def local_reduction(
     return wrap(out, x._sharding, kept_dim(x, dims, keepdim))
 
 
-def count_of(x: ShardTensor, dims: tuple[int, ...]) -> int:
+def count_of(x: Sharded, dims: tuple[int, ...]) -> int:
     """Numbers of the whole tensor that go into one result."""
     shape = shape_of(x)
     return math.prod(shape[d] for d in dims)
 
 
-def total(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def total(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Sum: local sums, then one all-reduce where rows are summed."""
     dims = _dims(x, dim)
     if x._dim not in dims:
@@ -65,7 +66,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
-def mean(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def mean(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Mean: sum over the global count, never a mean of means."""
     if dim is None and dtype is None and not keepdim:  # the common case, without a detour
         with native():
@@ -83,18 +84,18 @@ def mean(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any 
     return out.to(kept) if kept in HALF else out
 
 
-def nansum(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def nansum(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Sum of the numbers that are not NaN."""
     return total(torch.where(torch.isnan(x), torch.zeros_like(x), x), dim, keepdim, dtype=dtype)
 
 
-def nanmean(x: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def nanmean(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Mean of the numbers that are not NaN."""
     there = (~torch.isnan(x)).to(dtype or x.dtype)
     return nansum(x, dim, keepdim, dtype=dtype) / total(there, dim, keepdim)
 
 
-def amax(x: ShardTensor, dim: Dims = (), keepdim: bool = False) -> Any:
+def amax(x: Sharded, dim: Dims = (), keepdim: bool = False) -> Any:
     """Largest values; all global ties share the gradient."""
     dims = _dims(x, dim)
     if x._dim not in dims:
@@ -105,12 +106,12 @@ def amax(x: ShardTensor, dim: Dims = (), keepdim: bool = False) -> Any:
         return largest(x._sharding.domain, x.view_as(x), dims, keepdim)
 
 
-def amin(x: ShardTensor, dim: Dims = (), keepdim: bool = False) -> Any:
+def amin(x: Sharded, dim: Dims = (), keepdim: bool = False) -> Any:
     """Smallest values; all global ties share the gradient."""
     return -amax(-x, dim, keepdim)
 
 
-def maximum(x: ShardTensor, dim: Any = None, keepdim: bool = False) -> Any:
+def maximum(x: Sharded, dim: Any = None, keepdim: bool = False) -> Any:
     """Largest value of all; with a dim, values and the lowest global places of them."""
     if dim is None:
         return amax(x)
@@ -119,7 +120,7 @@ def maximum(x: ShardTensor, dim: Any = None, keepdim: bool = False) -> Any:
     return _extreme(torch.max, x, dim, keepdim)
 
 
-def minimum(x: ShardTensor, dim: Any = None, keepdim: bool = False) -> Any:
+def minimum(x: Sharded, dim: Any = None, keepdim: bool = False) -> Any:
     """Smallest value of all; with a dim, values and the lowest global places of them."""
     if dim is None:
         return amin(x)
@@ -128,7 +129,7 @@ def minimum(x: ShardTensor, dim: Any = None, keepdim: bool = False) -> Any:
     return _extreme(torch.min, x, dim, keepdim)
 
 
-def _extreme(func: Callable[..., Any], x: ShardTensor, dim: int, keepdim: bool) -> Any:
+def _extreme(func: Callable[..., Any], x: Sharded, dim: int, keepdim: bool) -> Any:
     answer = torch.return_types.max if func is torch.max else torch.return_types.min
     dim = dim_of(dim, native_ndim(x))
     if dim != x._dim:
@@ -150,7 +151,7 @@ def _extreme(func: Callable[..., Any], x: ShardTensor, dim: int, keepdim: bool) 
     return answer((values, places))
 
 
-def _place(x: ShardTensor, dim: int) -> Tensor:
+def _place(x: Sharded, dim: int) -> Tensor:
     """Lowest global row of the largest value along the sharded dim, the dim kept."""
     sharding = x._sharding
     if not sharding.total:
@@ -166,7 +167,7 @@ def _place(x: ShardTensor, dim: int) -> Tensor:
         return -largest(sharding.domain, -candidates, (dim,), True)
 
 
-def argmax(x: ShardTensor, dim: int | None = None, keepdim: bool = False) -> Any:
+def argmax(x: Sharded, dim: int | None = None, keepdim: bool = False) -> Any:
     """Lowest global place of the largest value."""
     if dim is None:
         if x._dim != 0:
@@ -178,17 +179,18 @@ def argmax(x: ShardTensor, dim: int | None = None, keepdim: bool = False) -> Any
     return _extreme(torch.max, x, dim, keepdim)[1]
 
 
-def argmin(x: ShardTensor, dim: int | None = None, keepdim: bool = False) -> Any:
+def argmin(x: Sharded, dim: int | None = None, keepdim: bool = False) -> Any:
     """Lowest global place of the smallest value."""
     return argmax(-x, dim, keepdim)
 
 
-def _flat(x: ShardTensor) -> Tensor:
+def _flat(x: Sharded) -> Tensor:
     with native():
-        return x.detach().reshape(-1)
+        flat: Tensor = x.detach().reshape(-1)
+        return flat
 
 
-def _place_flat(flat: Tensor, x: ShardTensor, width: int) -> Tensor:
+def _place_flat(flat: Tensor, x: Sharded, width: int) -> Tensor:
     domain = x._sharding.domain
     top = largest(domain, flat, (0,), True)
     ids = torch.arange(len(flat), device=flat.device) + x._sharding.first * width
@@ -196,27 +198,27 @@ def _place_flat(flat: Tensor, x: ShardTensor, width: int) -> Tensor:
     return -largest(domain, -far, (0,), False)
 
 
-def any_of(x: ShardTensor, dim: Dims = None, keepdim: bool = False) -> Any:
+def any_of(x: Sharded, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether any is true."""
     return _counted(x != 0, dim, keepdim) > 0
 
 
-def all_of(x: ShardTensor, dim: Dims = None, keepdim: bool = False) -> Any:
+def all_of(x: Sharded, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether all are true."""
     return _counted(x == 0, dim, keepdim) == 0
 
 
-def count_nonzero(x: ShardTensor, dim: Dims = None) -> Any:
+def count_nonzero(x: Sharded, dim: Dims = None) -> Any:
     """How many are not zero."""
     return _counted(x != 0, dim, False)
 
 
-def _counted(hit: ShardTensor, dim: Dims, keepdim: bool) -> Any:
+def _counted(hit: Sharded, dim: Dims, keepdim: bool) -> Any:
     return total(hit, dim, keepdim, dtype=torch.int64)
 
 
 def var(
-    x: ShardTensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *,
+    x: Sharded, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *,
     correction: float | None = None,
 ) -> Any:  # fmt: skip
     """Variance in two passes over the global rows."""
@@ -231,25 +233,25 @@ def var(
     return total(apart * apart, dims, keepdim) / max(count_of(x, dims) - correction, 0)
 
 
-def std(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+def std(x: Sharded, *args: Any, **kwargs: Any) -> Any:
     """Square root of the variance."""
     return torch.sqrt(var(x, *args, **kwargs))
 
 
-def var_mean(x: ShardTensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+def var_mean(x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Variance and mean."""
     keepdim = bool(kwargs.get("keepdim", len(args) > 1 and args[1]))
     return var(x, dim, *args, **kwargs), mean(x, None if isinstance(dim, bool) else dim, keepdim)
 
 
-def std_mean(x: ShardTensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+def std_mean(x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Standard deviation and mean."""
     first, second = var_mean(x, dim, *args, **kwargs)
     return torch.sqrt(first), second
 
 
 def vector_norm(
-    x: ShardTensor, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None,  # noqa: A002
+    x: Sharded, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None,  # noqa: A002
     out: Any = None,
 ) -> Any:  # fmt: skip
     """Norm of vectors: local norms of own rows, then the norm of these."""
@@ -272,7 +274,7 @@ def vector_norm(
 
 
 def norm(
-    x: ShardTensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, *args: Any,
+    x: Sharded, p: Any = "fro", dim: Dims = None, keepdim: bool = False, *args: Any,
     dtype: Any = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """torch.norm and Tensor.norm: the Frobenius and the vector norms."""
@@ -281,7 +283,7 @@ def norm(
     return vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
 
-def logsumexp(x: ShardTensor, dim: Dims, keepdim: bool = False) -> Any:
+def logsumexp(x: Sharded, dim: Dims, keepdim: bool = False) -> Any:
     """Log of the sum of exponentials, shifted by the global maximum."""
     dims = _dims(x, dim)
     if x._dim not in dims:
@@ -291,27 +293,27 @@ def logsumexp(x: ShardTensor, dim: Dims, keepdim: bool = False) -> Any:
     return out if keepdim else out.reshape(total(x.detach(), dims).shape)
 
 
-def _finite_top(x: ShardTensor, dims: tuple[int, ...]) -> Tensor:
+def _finite_top(x: Sharded, dims: tuple[int, ...]) -> Tensor:
     top: Tensor = amax(x.detach(), dims, True)
     return torch.where(torch.isfinite(top), top, torch.zeros_like(top))
 
 
-def softmax(x: ShardTensor, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
+def softmax(x: Sharded, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
     """Softmax over any dim; over the sharded one by two all-reduces, overflow-safe."""
     return _softmax(torch.softmax, x, dim, args, dtype)
 
 
-def log_softmax(x: ShardTensor, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
+def log_softmax(x: Sharded, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
     """Logarithm of the softmax."""
     return _softmax(torch.log_softmax, x, dim, args, dtype)
 
 
-def softmin(x: ShardTensor, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
+def softmin(x: Sharded, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
     """Softmax of the negative."""
     return _softmax(torch.softmax, -x, dim, args, dtype)
 
 
-def _softmax(func: Callable[..., Any], x: ShardTensor, dim: Any, args: Any, dtype: Any) -> Any:
+def _softmax(func: Callable[..., Any], x: Sharded, dim: Any, args: Any, dtype: Any) -> Any:
     dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
     if dim is None:
         raise refuse(func, (x,), None, "say over which dim")
@@ -328,77 +330,20 @@ def _softmax(func: Callable[..., Any], x: ShardTensor, dim: Any, args: Any, dtyp
     return above / below if func is torch.softmax else apart - torch.log(below)
 
 
-def cumsum(x: ShardTensor, dim: int, *, dtype: Any = None) -> ShardTensor:
-    """Running sums; along the sharded dim the sums of earlier ranks come first."""
-    dim = dim_of(dim, native_ndim(x))
-    with native():
-        local = torch.cumsum(x, dim, dtype=dtype)
-        if dim == x._dim:
-            domain = x._sharding.domain
-            sums = x.sum(dim, keepdim=True, dtype=local.dtype)
-            before = domain.all_gather(sums[None], [1] * domain.size)[: domain.rank]
-            local = local + before.sum(0)
-    return wrap(local, x._sharding, x._dim)
-
-
-def _along(func: Callable[..., Any]) -> Rule:
-    """Functions along one dim, which must not be the sharded one."""
-    at = 1 if func.__name__ in ("topk", "kthvalue", "diff") else 0
-    of_all = func.__name__ in ("median", "nanmedian", "prod")
-
-    def _rule(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
-        dim = kwargs.get("dim", args[at] if len(args) > at else None)
-        if of_all and not isinstance(dim, int):
-            raise refuse(func, (x,), kwargs, "it couples all rows")
-        dim = -1 if dim is None else dim
-        ndim = native_ndim(x)
-        dim = dim_of(dim, ndim)
-        if dim == x._dim:
-            raise refuse(func, (x,), kwargs, "along the sharded dim it orders all rows")
-        with native():
-            out = func(x, *args, **kwargs)
-            many = not isinstance(out, Tensor)
-            first = out[0] if many else out
-            at_dim = x._dim - (dim < x._dim and first.ndim < ndim)
-        if not many:
-            return wrap(out, x._sharding, at_dim)
-        return type(out)(tuple(wrap(o, x._sharding, at_dim) for o in out))
-
-    return _rule
-
-
-ALONG = [
-    "sort",
-    "argsort",
-    "topk",
-    "kthvalue",
-    "median",
-    "nanmedian",
-    "mode",
-    "cummax",
-    "cummin",
-    "cumprod",
-    "logcumsumexp",
-    "prod",
-    "diff",
-]
-
-
 def _both(name: str, rule: Rule) -> dict[Any, Rule]:
     homes = (torch, torch.Tensor, torch.linalg, torch.special, F)
     return {f: rule for h in homes if callable(f := getattr(h, name, None))}
 
 
 RULES: dict[Any, Rule] = {
-    **{f: _along(f) for n in ALONG for h in (torch, torch.Tensor) if (f := getattr(h, n, None))},
     **_both("sum", total), **_both("mean", mean), **_both("nansum", nansum),
     **_both("nanmean", nanmean), **_both("amax", amax), **_both("amin", amin),
     **_both("max", maximum), **_both("min", minimum), **_both("argmax", argmax),
     **_both("argmin", argmin), **_both("any", any_of), **_both("all", all_of),
     **_both("count_nonzero", count_nonzero), **_both("var", var), **_both("std", std),
     **_both("var_mean", var_mean), **_both("std_mean", std_mean),
-    **_both("vector_norm", vector_norm), torch._C._linalg.linalg_vector_norm: vector_norm,
+    **_both("vector_norm", vector_norm), _linalg.linalg_vector_norm: vector_norm,
     torch.norm: norm, torch.Tensor.norm: norm, torch.functional.norm: norm,
     **_both("logsumexp", logsumexp), **_both("softmax", softmax),
-    **_both("log_softmax", log_softmax), **_both("softmin", softmin), **_both("cumsum", cumsum),
+    **_both("log_softmax", log_softmax), **_both("softmin", softmin),
 }  # fmt: skip
