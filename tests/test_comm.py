@@ -247,7 +247,12 @@ def test_a_rank_that_dies_is_named_by_the_others():
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("job", [late_job, raises_job, other_type_job])
+def test_rows_of_another_type_are_an_error_on_every_rank():
+    for line in Ranks(2, timeout=3).failures(other_type_job):
+        assert "ranks disagree on the rows of ring: rank 0 has (torch.float32, 2)" in line
+
+
+@pytest.mark.parametrize("job", [late_job, raises_job])
 def test_whatever_one_rank_does_the_others_end_with_a_message(job):
     began = time.monotonic()
     errors = Ranks(2, timeout=3).failures(job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, product
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -50,33 +50,35 @@ class Exchange:
     name: str = "exchange"
     n_halo: int = field(init=False)
     handle: int = field(init=False, default_factory=_handles.__next__)
-    _proved: bool = field(default=False, init=False)
+    _proved: set[tuple[Any, ...]] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self.n_halo = sum(self.receive)
         _plans[self.handle] = self
 
-    def check(self) -> None:
-        """Compare the tables of all ranks, once.
+    def check(self, x: Tensor) -> None:
+        """Compare the tables of all ranks, and what a row is: its type and width.
 
-        Communication: one gather of objects, at the first call only.
+        Communication: one gather of objects, at the first call with such rows only.
 
         Raises:
             DomainError: on every rank, naming the pair that disagrees.
         """
-        if self._proved or self.domain.size == 1:
+        row = (x.dtype, *x.shape[1:])
+        if row in self._proved or self.domain.size == 1:
             return
         from meshshard.comm.domain import DomainError
 
-        tables = self.domain.share((self.n_owned, tuple(self.send), tuple(self.receive)))
-        for a, (_, send, _) in enumerate(tables):
-            for b, (_, _, receive) in enumerate(tables):
-                if send[b] != receive[a]:
-                    raise DomainError(
-                        f"{self.name}: rank {a} sends {send[b]} rows to rank {b}, "
-                        f"which expects {receive[a]}; load one folder on all ranks"
-                    )
-        self._proved = True
+        self.domain.agree(row, f"the rows of {self.name}")
+        tables = self.domain.share((tuple(self.send), tuple(self.receive)))
+        for a, b in product(range(len(tables)), repeat=2):
+            sent, expected = tables[a][0][b], tables[b][1][a]
+            if sent != expected:
+                raise DomainError(
+                    f"{self.name}: rank {a} sends {sent} rows to rank {b}, "
+                    f"which expects {expected}; load one folder on all ranks"
+                )
+        self._proved.add(row)
 
     def start(self, x: Tensor) -> Running:
         """Send boundary rows; interior rows can be computed until `finish`.
@@ -95,7 +97,7 @@ class Exchange:
                 f"got a tensor {tuple(x.shape)}"
             )
         if not torch.compiler.is_compiling():
-            self.check()
+            self.check(x)
         return Running(self, x)
 
 
@@ -187,7 +189,7 @@ SCHEMA = "(Tensor x, SymInt plan, SymInt rows) -> Tensor"
 def _compiled_halo(x: Tensor, plan: int, rows: int) -> Tensor:
     del rows
     found = _plan(plan)
-    found.check()
+    found.check(x)
     return Halo(found)(x)
 
 
