@@ -71,8 +71,9 @@ def mean(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = No
     if dim is None and dtype is None and not keepdim:  # the common case, without a detour
         with native():
             local, shape = x.sum(), x.shape
-        width = math.prod(shape[: x._dim]) * math.prod(shape[x._dim + 1 :])
-        return x._sharding.domain.all_reduce(local) / (width * x._sharding.total)
+        if local.dtype not in HALF:
+            width = math.prod(shape[: x._dim]) * math.prod(shape[x._dim + 1 :])
+            return x._sharding.domain.all_reduce(local) / (width * x._sharding.total)
     dims = _dims(x, dim)
     if x._dim not in dims:
         return local_reduction(torch.mean, x, dims, keepdim, dtype=dtype)
