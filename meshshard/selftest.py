@@ -105,7 +105,7 @@ def _network(domain: Domain) -> nn.Module:
 def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     scale = y.std()
     out: Tensor = ((model(x)[:, 0] - y / scale).softmax(0) * y / scale).sum()
-    out = out + (model(x)[:, 0] - y / scale).square().mean()
+    out += (model(x)[:, 0] - y / scale).square().mean()
     return out
 
 

@@ -74,7 +74,7 @@ def surface(cells, points, rng=None):
 
 
 def volume(types, rows):
-    """Solids over 14 points on a helix; polyhedra of four points have the faces of a tetrahedron."""
+    """Solids over 14 points on a helix; polyhedra of four points are tetrahedra."""
     turn = np.linspace(0, 5, 14)
     points = np.stack([np.cos(turn), np.sin(turn), turn], axis=1)
     faces = [f for t, r in zip(types, rows, strict=True) if t == 42 for f in tetrahedron(r)]

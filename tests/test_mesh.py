@@ -68,8 +68,12 @@ def test_positions_near_the_origin_are_left_alone():
 
 @pytest.mark.parametrize(
     ("mesh", "kind"),
-    [(grid_volume(1), "volume"), (grid_surface(1, 1), "surface"), (Mesh(np.zeros((2, 3))), "point cloud")],
-)  # fmt: skip
+    [
+        (grid_volume(1), "volume"),
+        (grid_surface(1, 1), "surface"),
+        (Mesh(np.zeros((2, 3))), "point cloud"),
+    ],
+)
 def test_kinds(mesh, kind):
     assert mesh.kind == kind
 

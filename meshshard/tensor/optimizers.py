@@ -18,7 +18,7 @@ __all__ = ["RULES"]
 def _listed(func: Callable[..., Any]) -> Rule:
     """A function of lists, item by item: tensors of one place have one sharding."""
 
-    def rule(*args: Any, **kwargs: Any) -> Any:
+    def _rule(*args: Any, **kwargs: Any) -> Any:
         lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
         for items in zip(*(a for a in lists if a and isinstance(a[0], Tensor)), strict=False):
             _same_place(func, items)
@@ -28,7 +28,7 @@ def _listed(func: Callable[..., Any]) -> Rule:
             return out
         return [_like(o, x) for o, x in zip(out, lists[0], strict=True)]
 
-    return rule
+    return _rule
 
 
 def _same_place(func: Callable[..., Any], items: tuple[Any, ...]) -> None:
