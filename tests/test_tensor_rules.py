@@ -1,8 +1,12 @@
 """Every rule against the same operation on the whole tensor: value and gradients (law 1)."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from cases import CASES, REFUSED
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshshard.comm import init_domain
 from meshshard.tensor import NoShardRule, ShardTensor, shard
@@ -86,3 +90,18 @@ def refused_job(case, sizes):
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_couples_all_rows_is_refused_on_every_rank(ranks, case):
     ranks[2].run(refused_job, case, (3, 11))
+
+
+SOME = ["mean of both", "var", "softmax rows", "amax", "contracted", "cat rows", "every third row",
+        "mask of rows", "batch_norm points", "cross_entropy weights", "cumsum rows"]  # fmt: skip
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_rules_on_any_sizes(ranks, data):
+    size = data.draw(st.sampled_from([2, 3, 4]))
+    cuts = sorted(data.draw(st.lists(st.integers(0, 14), min_size=size - 1, max_size=size - 1)))
+    sizes = tuple(b - a for a, b in pairwise([0, *cuts, 14]))
+    case = data.draw(st.sampled_from(SOME))
+    for errors in ranks[size].run(rule_job, case, sizes):
+        assert max(errors) <= TOLERANCE, (sizes, errors)

@@ -1,0 +1,97 @@
+"""Ranks of a script on this machine, the selftest, and the examples of the documentation."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshshard import cli, io
+from meshshard.partitions import partition
+from meshshard.tensor import FAMILIES
+from meshshard.tensor.core import name_of
+
+ROOT = Path(__file__).parent.parent
+HELLO = """
+import sys
+from meshshard.comm import init_domain
+domain = init_domain()
+open(f"{sys.argv[1]}/{domain.rank} of {domain.size}", "w").close()
+domain.close()
+"""
+FAILS = """
+import sys, time
+from meshshard.comm import init_domain
+domain = init_domain()
+if domain.rank == 1:
+    raise SystemExit(7)
+time.sleep(60)
+"""
+
+
+def run(*words, cwd):
+    """A command in a child process that finds this checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "meshshard", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def examples():
+    text = (ROOT / "docs" / "ranks.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def test_every_rank_runs_the_script(tmp_path):
+    (tmp_path / "hello.py").write_text(HELLO)
+    assert run("launch", 3, "hello.py", tmp_path, cwd=tmp_path).returncode == 0
+    assert {f.name for f in tmp_path.glob("* of *")} == {"0 of 3", "1 of 3", "2 of 3"}
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS)
+    assert run("launch", 2, "fails.py", cwd=tmp_path).returncode != 0
+
+
+def test_nothing_to_launch_is_one_line(capsys):
+    assert cli.main(["launch", "2"]) == 1
+    assert "say what to run" in capsys.readouterr().err
+
+
+def test_selftest_on_a_folder_of_ones_own(tmp_path):
+    mesh = io.read(ROOT / "datasets/ahmed/run_8/boundary_8.vtp")
+    folder = partition(mesh, 5).save(tmp_path / "own.shards")
+    done = run("selftest", "--ranks", 3, "--folder", folder, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "3 ranks and one: equal" in done.stdout
+    assert len(done.stdout.splitlines()) == 7
+
+
+def test_the_training_of_the_documentation_is_the_same_on_two_ranks(tmp_path):
+    mesh = io.read(ROOT / "datasets/ahmed/run_8/boundary_8.vtp")
+    (tmp_path / "meshshard-demo").mkdir()
+    partition(mesh, 4).save(tmp_path / "meshshard-demo" / "boundary_1.shards")
+    (tmp_path / "train.py").write_text(examples()[0])
+    losses = []
+    for ranks in (1, 2):
+        done = run("launch", ranks, "train.py", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        losses.append(float(done.stdout.split()[-1]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_rule_of_the_documentation(capsys):
+    exec(compile(examples()[1], "ranks.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out == "tensor([0., 0., 0., 0., 1., 1., 1., 1.])\n"
+
+
+def test_the_page_of_rules_names_every_function():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    page = generate.rules_page()
+    for family, rules in FAMILIES.items():
+        assert f"## {family}" in page
+        assert all(f"`{name_of(func)}`" in page for func in rules)
