@@ -374,3 +374,9 @@ def test_a_grid_is_a_graph_with_a_halo_of_rows(ranks, dim, kernel, dilation):
     conv_job((14,), dim, kernel, dilation)
     for size in (2, 4):
         ranks[size].run(conv_job, SIZES[size], dim, kernel, dilation)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_means_of_half_numbers_do_not_overflow(dtype):
+    x = shard(torch.full((14, 6000), 40.0, dtype=dtype), init_domain(), (14,))
+    assert x.mean().item() == x.mean(0)[0].item() == x.mean((0, 1)).item() == 40
