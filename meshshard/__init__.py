@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from meshshard.io import from_arrays, from_pyvista, read, to_pyvista, write
     from meshshard.partitioners import RCB, Given, Metis, Morton, Random
     from meshshard.partitions import Partition, partition
-    from meshshard.store import Folder, load
+    from meshshard.shard import Shard, load
+    from meshshard.store import Folder
 
 __all__ = [
     "RCB",
@@ -30,6 +31,7 @@ __all__ = [
     "Morton",
     "Partition",
     "Random",
+    "Shard",
     "cell_graph",
     "from_arrays",
     "from_pyvista",
@@ -48,12 +50,20 @@ _HOMES = {
     "io": ("from_arrays", "from_pyvista", "read", "to_pyvista", "write"),
     "partitioners": ("RCB", "Given", "Metis", "Morton", "Random"),
     "partitions": ("Partition", "partition"),
-    "store": ("Folder", "load"),
+    "shard": ("Shard", "load"),
+    "store": ("Folder",),
 }
+_MODULES = ("comm", "store", "tensor", "viz")
 
 
 def __getattr__(name: str) -> Any:
     """Load the module of a public name when it is first asked for."""
+    if name in _MODULES:
+        return import_module(f"meshshard.{name}")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("meshshard")
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"meshshard.{home}"), name)

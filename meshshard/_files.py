@@ -285,8 +285,7 @@ def read_manifest(folder: Path, schema: int) -> dict[str, Any]:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         manifest = json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
-        what = "has no manifest.json" if folder.is_dir() else "is not there"
-        raise StoreError(f"{folder}: {what}; write it with: meshshard partition") from None
+        raise StoreError(f"{folder}: {_what_it_is(folder)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"{folder}: manifest.json is damaged ({error}); write it again") from None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
@@ -300,6 +299,17 @@ def read_manifest(folder: Path, schema: int) -> dict[str, Any]:
     if wrong:
         raise StoreError(f"{folder}: manifest.json is damaged ({wrong}); write the folder again")
     return manifest
+
+
+def _what_it_is(path: Path) -> str:
+    """What is at a path where a folder of shards was expected, and what to do."""
+    if path.is_file():
+        return "is a file, not a folder of shards; make one with: meshshard partition"
+    inside = next(iter(sorted(path.glob("*.shards"))), None) if path.is_dir() else None
+    if inside is not None:
+        return f"has no manifest.json, but there is {inside.name} in it"
+    what = "has no manifest.json" if path.is_dir() else "is not there"
+    return f"{what}; write it with: meshshard partition"
 
 
 def _nonsense(manifest: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from meshshard import _options
@@ -33,6 +34,9 @@ def _launch(args: argparse.Namespace) -> int:
 
     if not args.words:
         raise MeshshardError("say what to run: meshshard launch N script.py …")
+    script = args.words[0]
+    if not script.startswith("-") and not Path(script).is_file():
+        raise MeshshardError(f"{script}: no such script; give a file, or -m module")
     return launch.launch(args.ranks, args.words)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from meshshard import io, paraview, store
-from meshshard.errors import MeshshardError
+from meshshard.errors import MeshshardError, StoreError
 from meshshard.launch import command_of
 from meshshard.mesh import Array, Mesh
 from meshshard.partitions import partition
@@ -34,6 +34,7 @@ def run(out: Path, parts: int) -> Iterator[str]:
         mesh = io.read(source)
         yield f"An Ahmed body at {SPEED} m/s: {mesh.n_cells:,} polygons, fields on cells:"
         yield "  " + ", ".join(mesh.cell_fields)
+        _spare_results(out / "boundary_1.shards")
         made = partition(mesh, parts).check()
         yield ""
         yield str(made.quality)
@@ -57,6 +58,12 @@ def run(out: Path, parts: int) -> Iterator[str]:
     yield "  meshshard info FILE"
     yield "  meshshard partition FILE --parts 8 --out shards --vtk"
     yield f"  meshshard view {folder} --png cut.png"
+
+
+def _spare_results(folder: Path) -> None:
+    """Stop before results that somebody has put into an earlier demo are lost."""
+    if (folder / "manifest.json").exists() and store.load(folder).puts():
+        raise StoreError(f"{folder} holds results of a model; give another --out, or remove it")
 
 
 def _on_two_ranks(folder: Path) -> Iterator[str]:

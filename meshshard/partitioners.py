@@ -21,10 +21,11 @@ from meshshard.errors import MeshWarning, PartitionError
 from meshshard.graph import Graph
 from meshshard.mesh import Array
 
-__all__ = ["RCB", "Given", "Metis", "Morton", "Partitioner", "Random", "label"]
+__all__ = ["NAMED", "RCB", "Given", "Metis", "Morton", "Partitioner", "Random", "label"]
 
-FEW = 40  # nodes a part; below it METIS' k-way leaves empty and scattered parts
+FEW = 5  # nodes a part; below it METIS' k-way leaves parts empty
 SEEDS = 2**31
+LOOSEST = 100  # thousandths of imbalance that METIS may use to make up for coarse loads
 MEAN_WEIGHT = 1000  # METIS counts in integers: loads are scaled to this mean
 
 
@@ -44,7 +45,7 @@ class Metis:
         imbalance: largest load over the mean; 1.005 allows half a percent.
         seed: the same seed gives the same labels with the same build of METIS only.
         recursive: recursive bisection instead of k-way; by default where a part has fewer than
-            40 nodes. It knows the objective "cut" only.
+            five nodes. It knows the objective "cut" only.
         contiguous: ask for connected parts (the graph must be connected).
         timeout: seconds for METIS; by default two minutes, and two more per million nodes.
     """
@@ -68,10 +69,11 @@ class Metis:
             raise PartitionError(f"timeout {self.timeout}: seconds above 0 are needed")
         weights = _whole_numbers(graph.weights)
         loads = np.broadcast_to(1.0, graph.n_nodes) if weights is None else weights.astype(float)
-        few = graph.n_nodes < FEW * parts if self.recursive is None else self.recursive
+        few = graph.n_nodes < FEW * parts and not self.contiguous
         graph = graph.symmetrised()
-        best, score = None, (np.inf, np.inf)
-        for attempt in self._attempts(few):
+        allowed = _reachable(self.imbalance, loads, parts)
+        tried: list[tuple[tuple[float, float, int], Array]] = []
+        for attempt in self._attempts(few if self.recursive is None else self.recursive, allowed):
             labels = _metis.k_way(
                 graph.indptr,
                 graph.indices,
@@ -82,20 +84,18 @@ class Metis:
                 timeout=self.timeout,
             )
             _verify(labels, graph.n_nodes, parts, "METIS")
-            found = _score(labels, loads, parts, targets)
-            if found < score:
-                best, score = labels, found
-            if score <= (0, _reachable(self.imbalance, loads, parts)):
-                break
-        assert best is not None
-        return best
+            empty, imbalance = _score(labels, loads, parts, targets)
+            if not empty and imbalance <= allowed:
+                return labels
+            tried.append(((empty, max(imbalance, allowed), _cut(graph, labels)), labels))
+        return min(tried, key=lambda found: found[0])[1]
 
-    def _attempts(self, few: bool) -> list[_metis.Options]:
+    def _attempts(self, few: bool, allowed: float) -> list[_metis.Options]:
         """What is tried, until a result is balanced and has no empty part."""
         first = _metis.Options(
             self.objective,
             few,
-            max(1, round((self.imbalance - 1) * 1000)),
+            min(max(1, round((allowed - 1) * 1000)), LOOSEST),
             self.seed,
             self.contiguous and not few,
         )
@@ -193,6 +193,11 @@ class Given:
         return np.array(words, np.int64)
 
 
+NAMED: dict[str, Partitioner] = {
+    "metis": Metis(), "morton": Morton(), "rcb": RCB(), "random": Random(),
+}  # fmt: skip
+
+
 def label(
     graph: Graph,
     parts: int,
@@ -268,9 +273,17 @@ def _score(labels: Array, loads: Array, parts: int, targets: Array | None) -> tu
 
 
 def _reachable(imbalance: float, loads: Array, parts: int) -> float:
-    """The asked imbalance, or what one node more in a part comes to, if that is larger."""
+    """The asked imbalance, or what two nodes more in a part come to, if that is larger.
+
+    Held to less, METIS scatters small parts to make their counts equal.
+    """
     mean = loads.sum() / parts
-    return max(imbalance, 1 + float(loads.max()) / mean) + 1e-9 if mean else np.inf
+    return max(imbalance, 1 + 2 * float(loads.max()) / mean) + 1e-9 if mean else np.inf
+
+
+def _cut(graph: Graph, labels: Array) -> int:
+    """Edges between parts."""
+    return int((labels[graph.destinations()] != labels[graph.indices]).sum())
 
 
 def _check_seed(seed: int) -> None:

@@ -16,7 +16,7 @@ from meshshard.errors import MeshWarning, PartitionError
 from meshshard.graph import Graph, cell_graph, cuthill_mckee, knn_graph, point_graph
 from meshshard.inspection import glue
 from meshshard.mesh import Array, Mesh
-from meshshard.partitioners import Given, Metis, Partitioner, label
+from meshshard.partitioners import NAMED, Given, Metis, Partitioner, label
 from meshshard.plan import Halo, Plan, check_edges, halo_of, plan_of, received, runs, send_lists
 from meshshard.quality import Quality, quality_of
 
@@ -223,7 +223,7 @@ def partition(
         mesh: a Mesh, a Graph, a PyVista dataset, or the path of a file.
         parts: number of shards, or a share for each (2:1:1 for one fast device of three).
         on: "cells", "points", or "auto": cells where they have fields or nothing has, else points.
-        method: a partitioner, `Metis()` by default; labels; or a function (graph, parts) -> labels.
+        method: a partitioner or its name; labels or their file; or (graph, parts) -> labels.
         weights: load of every entity: an array, the name of a field, or "area".
         halo: rings of halo rows, 1 for layers that exchange once each.
         graph: the graph that the layers use, instead of neighbours in the mesh (16 nearest for a
@@ -345,6 +345,7 @@ def _parts(parts: int | Sequence[float]) -> tuple[int, Array | None]:
 def _method(method: Any) -> Any:
     if method is None:
         return Metis()
+    method = NAMED.get(method, method) if isinstance(method, str) else method
     return Given(method) if isinstance(method, (np.ndarray, list, str, Path)) else method
 
 

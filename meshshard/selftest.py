@@ -35,6 +35,10 @@ def run(shard: Shard) -> Iterator[tuple[str, float]]:
     """
     domain = shard.domain
     mesh = shard.folder.gather()
+    if shard.folder.entity != "cells" or not mesh.cell_fields:
+        raise MeshshardError(
+            f"{shard.folder.path}: the selftest needs shards of cells with a field"
+        )
     name = next(iter(mesh.cell_fields))
     origin = shard.sharding.origin
     assert origin is not None

@@ -69,6 +69,13 @@ class Shard:
     sizes: Array
     _fields: dict[str, ShardTensor] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        own, halo = self.plan.n_owned, len(self.plan.halo)
+        return (
+            f"Shard({self.folder.path.name}, {self.domain}: shards {self.shards.start} to "
+            f"{self.shards.stop - 1}, {own:,} own rows and {halo:,} of the halo)"
+        )
+
     def __getitem__(self, name: str) -> ShardTensor:
         """A field of own rows as a sharded tensor (N,) or (N, width).
 

@@ -115,6 +115,9 @@ class Folder:
     path: Path
     manifest: dict[str, Any]
 
+    def __repr__(self) -> str:
+        return f"Folder({self.path}: {self.sizes.sum():,} {self.entity} in {self.k} shards)"
+
     @property
     def k(self) -> int:
         """Number of shards."""

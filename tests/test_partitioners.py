@@ -9,6 +9,7 @@ from strategies import graphs, grid_surface, grid_volume
 from meshshard.errors import MeshWarning, PartitionError
 from meshshard.graph import Graph, cell_graph
 from meshshard.partitioners import RCB, Given, Metis, Morton, Random, label
+from meshshard.partitions import partition
 
 SHEET = grid_surface(40, 30)
 NODES = SHEET.n_cells
@@ -26,7 +27,7 @@ def cut(labels):
 def test_labels_are_balanced(method, parts):
     sizes = np.bincount(label(PLACED, parts, method), minlength=parts)
     assert sizes.sum() == NODES
-    assert sizes.max() <= max(np.ceil(NODES / parts), 1.0051 * NODES / parts + 1)
+    assert sizes.max() <= max(np.ceil(NODES / parts), 1.0051 * NODES / parts, NODES / parts + 2)
     assert sizes.min() > 0
 
 
@@ -101,6 +102,14 @@ def test_more_parts_than_nodes_leave_the_last_empty():
 def test_parts_of_few_nodes_are_all_there():
     labels = label(GRAPH, NODES // 3, Metis())
     assert np.bincount(labels, minlength=NODES // 3).min() >= 1
+
+
+@pytest.mark.parametrize("parts", [40, 60, 120])
+def test_small_parts_are_not_scattered_for_equal_counts(parts):
+    made = partition(SHEET, parts)
+    by_rcb = partition(SHEET, parts, method=RCB())
+    assert sum(p > 1 for p in made.quality.pieces) <= parts // 10
+    assert made.quality.volume <= 1.1 * by_rcb.quality.volume
 
 
 def test_labels_from_a_file_and_from_an_array(tmp_path):
