@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from meshshard.errors import RenderError
+from meshshard.errors import RenderError, StoreError
 from meshshard.inspection import weld
 from meshshard.mesh import Array, Mesh
 from meshshard.partitions import Partition, partition
@@ -152,7 +153,7 @@ def _of_partition(made: Partition) -> Subject:
 def _of_folder(folder: Folder) -> Subject:
     origin = np.concatenate([folder.origin(p) for p in range(folder.k)])
     plans = [folder.plan(p) for p in range(folder.k)]
-    mesh = folder.gather()
+    mesh = folder.gather().with_fields(**{folder.entity[:-1]: _results(folder)})
     if folder.manifest.get("welded_points"):
         mesh = weld(mesh)
     return Subject(
@@ -163,6 +164,15 @@ def _of_folder(folder: Folder) -> Subject:
         traffic=np.stack([plan.recv_counts for plan in plans]),
         mesh=_merged(mesh),
     )
+
+
+def _results(folder: Folder) -> dict[str, Array]:
+    """Fields that models have put beside the shards, where all shards have."""
+    found: dict[str, Array] = {}
+    for name in folder.puts():
+        with suppress(StoreError):
+            found |= folder.gather_put(name)
+    return found
 
 
 def _merged(mesh: Mesh) -> Mesh:
