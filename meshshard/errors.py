@@ -5,7 +5,9 @@
     ├── MeshError        the mesh contradicts itself: ids, offsets, arities, coordinates
     ├── PartitionError   no valid labels: METIS failed, labels refused, a plan that does not close
     ├── StoreError       a folder of shards is unfinished, damaged, mismatched or in the way
-    └── RenderError      this machine cannot draw
+    ├── RenderError      this machine cannot draw
+    ├── DomainError      ranks disagree, one is gone, or a collective failed
+    └── NoShardRule      a sharded tensor met a function without an exact rule (meshshard.tensor)
 
     MeshWarning          the input is usable, but something in it deserves a look
 
@@ -13,6 +15,7 @@ A message is one line: what is wrong (file, cell, array), then the remedy.
 """
 
 __all__ = [
+    "DomainError",
     "MeshError",
     "MeshWarning",
     "MeshshardError",
@@ -41,6 +44,10 @@ class PartitionError(MeshshardError):
 
 class StoreError(MeshshardError):
     """A folder of shards is unfinished, damaged, mismatched or in the way."""
+
+
+class DomainError(MeshshardError):
+    """Ranks disagree, one is gone, or a collective failed; says rank, operation and rows."""
 
 
 class RenderError(MeshshardError):

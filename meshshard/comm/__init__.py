@@ -24,8 +24,9 @@ One page of types
     plain tensors: replicated, their gradients averaged by DDP.
 """
 
-from meshshard.comm.domain import Domain, DomainError, init_domain
+from meshshard.comm.domain import Domain, init_domain
 from meshshard.comm.exchange import Exchange
 from meshshard.comm.traffic import Traffic
+from meshshard.errors import DomainError
 
 __all__ = ["Domain", "DomainError", "Exchange", "Traffic", "init_domain"]

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
+from meshshard.errors import DomainError
+
 if TYPE_CHECKING:
-    from meshshard.comm.domain import Domain, DomainError
+    from meshshard.comm.domain import Domain
 
 __all__ = ["Pending", "all_reduce", "all_to_all", "share", "start_all_to_all"]
 
@@ -94,8 +96,6 @@ class named:  # noqa: N801 - reads as a function; a class costs a tenth of conte
             raise self._said(error) from error
 
     def _said(self, error: BaseException) -> DomainError:
-        from meshshard.comm.domain import DomainError
-
         domain, reason = self.domain, " ".join(str(error).split())
         return DomainError(
             f"rank {domain.rank} of {domain.size}: {self.what}, {tuple(self.x.shape)} "

@@ -14,22 +14,18 @@ from torch import Tensor
 
 from meshshard.comm import _wire, linear
 from meshshard.comm.traffic import Traffic
-from meshshard.errors import MeshshardError
+from meshshard.errors import DomainError, MeshshardError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from meshshard.comm.exchange import Exchange
 
-__all__ = ["Domain", "DomainError", "init_domain"]
+__all__ = ["Domain", "init_domain"]
 
 TIMEOUT = 60.0  # seconds that a rank waits for the others
 Size = Sequence[int]
 T = TypeVar("T")
-
-
-class DomainError(MeshshardError):
-    """Ranks disagree, one is gone, or a collective failed; says rank, operation and rows."""
 
 
 class Domain:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshshard.comm import _wire, linear
+from meshshard.errors import DomainError
 
 if TYPE_CHECKING:
     from meshshard.comm.domain import Domain
@@ -67,8 +68,6 @@ class Exchange:
         row = (x.dtype, *x.shape[1:])
         if row in self._proved or self.domain.size == 1:
             return
-        from meshshard.comm.domain import DomainError
-
         self.domain.agree(row, f"the rows of {self.name}")
         tables = self.domain.share((tuple(self.send), tuple(self.receive)))
         for a, b in product(range(len(tables)), repeat=2):
@@ -90,8 +89,6 @@ class Exchange:
             DomainError: another number of rows.
         """
         if x.shape[0] != self.n_owned:
-            from meshshard.comm.domain import DomainError
-
             raise DomainError(
                 f"{self.name}: rank {self.domain.rank} owns {self.n_owned} rows, "
                 f"got a tensor {tuple(x.shape)}"
@@ -202,8 +199,6 @@ def _compiled_accumulate(x: Tensor, plan: int, rows: int) -> Tensor:
 def _plan(handle: int) -> Exchange:
     found = _plans.get(handle)
     if found is None:
-        from meshshard.comm.domain import DomainError
-
         raise DomainError("a plan of compiled code is gone; keep it until backward is done")
     return found
 
