@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -31,17 +30,9 @@ def launch(ranks: int, words: Sequence[str], *, quiet: bool = False) -> int:
 
 
 def command_of(ranks: int, words: Sequence[str]) -> list[str]:
-    """The torchrun command: local addresses, a free port."""
+    """The torchrun command: a rendezvous on this machine, at a port that torchrun finds itself."""
     return [
         sys.executable, "-m", "torch.distributed.run",
-        "--nproc-per-node", str(ranks),
-        "--local-addr", "127.0.0.1", "--master-addr", "127.0.0.1",
-        "--master-port", str(_free_port()),
+        "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks),
         *words,
     ]  # fmt: skip
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
