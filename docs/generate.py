@@ -4,6 +4,7 @@ generated/cli.md         the help of every command, from argparse
 generated/api.md         one section a module, for autodoc
 generated/rules.md       functions that work on sharded tensors, from the tables of rules
 generated/benchmarks.md  tables of benchmarks/results/*.json
+generated/probes.md      the probe matrix: what every operation does on shards, in three libraries
 datasets/, notebooks/    copies, so that their links work inside the documentation
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 import meshshard
 
 ROOT = Path(__file__).parent.parent
+PROBES = "probe_matrix.json"  # long tables: a page of its own
 
 
 def everything(docs: Path) -> None:
@@ -29,6 +31,7 @@ def everything(docs: Path) -> None:
     write(target / "api.md", api_page())
     write(target / "rules.md", rules_page())
     write(target / "benchmarks.md", benchmarks_page(ROOT / "benchmarks" / "results"))
+    write(target / "probes.md", probes_page(ROOT / "benchmarks" / "results" / PROBES))
     copy_all(ROOT / "datasets", docs / "datasets", "*.md")
     copy_all(ROOT / "notebooks", docs / "notebooks", "*.ipynb")
     write(target / "notebooks.md", notebooks_page(docs / "notebooks"))
@@ -168,9 +171,34 @@ def benchmarks_page(results: Path) -> str:
         "below. Compare within a table; seconds of different machines say little.\n"
     )
     files = sorted(results.glob("*.json")) if results.is_dir() else []
+    files = [file for file in files if file.name != PROBES]
     if not files:
         return head + "\nNo results are stored in this checkout yet.\n"
     return head + "".join(section(f.stem, json.loads(f.read_text()), level=2) for f in files)
+
+
+def probes_page(results: Path) -> str:
+    """Counts, the table of all operations, and why those that are not exact are not."""
+    head = (
+        "# What operations do on shards\n\n"
+        "`benchmarks/probe_matrix.py` runs every operation below on rows that are divided over 2 "
+        "and 4 ranks, and compares values and the gradients of all inputs with the same operation "
+        "on the whole tensor, in float64, under a loss that weights every number differently. "
+        "Sizes are uneven (3 and 11 rows), those of a METIS partition, and with empty shards; a "
+        "cell is the worst outcome on 2 and 4 ranks.\n\n"
+        "- **exact**: values and gradients equal the whole's to 1e-10.\n"
+        "- **refused**: every rank raises at once; meshshard's reason is always a `NoShardRule`.\n"
+        "- **crash**: a rank dies or hangs, or some ranks raise while others wait.\n"
+        "- **WRONG**: no error, and other numbers.\n\n"
+        "torch's DTensor knows only the sizes that `torch.chunk` makes. It gets these rows by "
+        "`from_local(..., run_check=False)` with the true global shape, parameters replicated and "
+        "plain tensors under `implicit_replication`; PhysicsNeMo's ShardTensor is told the shapes "
+        "of all shards.\n"
+    )
+    if not results.exists():
+        return head + "\nNo results are stored in this checkout yet.\n"
+    found = json.loads(results.read_text())
+    return head + "".join(section(k, v, level=2) for k, v in found.items())
 
 
 def section(title: str, value: object, level: int) -> str:
