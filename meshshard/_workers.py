@@ -103,7 +103,7 @@ def on_dask(task: Task, folders: Mapping[str, Path], job: Any, address: str) -> 
         raise StoreError("--dask needs Dask: pip install 'meshshard[dask]'") from None
     try:
         client = Client(address, timeout=10)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AssertionError) as error:  # it asserts that its loop has started
         raise StoreError(f"no Dask scheduler answers at {address} ({error})") from None
     with client:
         futures = {

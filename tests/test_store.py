@@ -49,7 +49,7 @@ def test_empty_shards_are_shards(tmp_path: Path, name: str, on: str) -> None:
 def test_a_real_surface(tmp_path: Path) -> None:
     mesh = io.read(AHMED)
     made = cut(mesh, 7)
-    folder = meshshard.load(made.save(tmp_path / "a.shards", source=AHMED))
+    folder = store.load(made.save(tmp_path / "a.shards", source=AHMED))
     assert_same(folder.check().gather(), mesh)
     assert folder.manifest["source"]["sha256"] == store.sha256(AHMED)
     assert folder.manifest["source"]["bytes"] == AHMED.stat().st_size

@@ -132,7 +132,7 @@ def test_a_manifest_that_is_none(folder: Path, text: str) -> None:
 def test_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "dir" / "manifest.json").mkdir(parents=True)
-    for name, said in (("no", "is not there"), ("file", "is not there"), ("dir", "damaged")):
+    for name, said in (("no", "is not there"), ("file", "is a file"), ("dir", "damaged")):
         with pytest.raises(StoreError, match=said):
             store.load(tmp_path / name)
     with pytest.raises(StoreError, match=r"has no manifest\.json"):
