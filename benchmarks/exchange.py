@@ -51,18 +51,21 @@ def _partitioned(n: int, folder: Path) -> None:
 
 
 def together(rounds: int, calls: Sequence[Call]) -> list[list[float]]:
-    """Milliseconds of each call in turn, of the slowest rank; all start together."""
+    """Milliseconds of each call in turn, of the slowest rank; all start together.
+
+    Every other round goes backwards, so that none always finds what another has left in caches.
+    """
     import torch
     import torch.distributed as dist
 
     table = []
-    for _ in range(rounds):
-        times = []
-        for call in calls:
+    for i in range(rounds):
+        times = [0.0] * len(calls)
+        for j in range(len(calls))[:: 1 if i % 2 else -1]:
             dist.barrier()
             start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
+            calls[j]()
+            times[j] = time.perf_counter() - start
         slowest = torch.tensor(times, dtype=torch.float64) * 1e3
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         table.append(slowest.tolist())
@@ -105,14 +108,13 @@ def _exchange(shards: Path) -> tuple[list[Record], Record]:
         dist.all_to_all_single(halo, rows, list(plan.receive), list(plan.send))
         return halo
 
-    calls = [
-        lambda: plan.start(x)._pending.wait(),  # type: ignore[union-attr]
-        bare,
-        lambda: domain.exchange(x, plan),
-        lambda: torch.cat([x, bare()]),
+    pairs = [
+        (lambda: plan.start(x)._pending.wait(), bare),  # type: ignore[union-attr]
+        (lambda: domain.exchange(x, plan), lambda: torch.cat([x, bare()])),
     ]
-    together(3, calls)
-    alone, least, joined, both = columns(together(41, calls))
+    for pair in pairs:  # apart: copies of owned rows would leave the next call cold caches
+        together(5, pair)
+    (alone, least), (joined, both) = (columns(together(61, pair)) for pair in pairs)
     rows = [
         compared("halo rows, against index_select + all_to_all_single", alone, least, 1.15),
         compared("joined behind owned rows, against the same + cat", joined, both, 1.15),
