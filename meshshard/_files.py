@@ -89,6 +89,7 @@ def hidden(target: Path, *, force: bool) -> Iterator[Path]:
 def _take_place(folder: Path, target: Path, force: bool) -> None:
     """Rename a folder to its target; again where another writer was faster."""
     olds: list[Path] = []
+    placed = False
     try:
         while not _renamed(folder, target):
             if not force:
@@ -96,9 +97,11 @@ def _take_place(folder: Path, target: Path, force: bool) -> None:
             olds.append(_beside(target, "old"))
             with contextlib.suppress(FileNotFoundError):
                 target.rename(olds[-1])
+        placed = True
     finally:
-        if olds and not target.exists():  # stopped between the two: what was there comes back
-            _renamed(olds.pop(), target)
+        if olds and not placed and not target.exists():
+            with contextlib.suppress(FileNotFoundError):  # stopped between the two: it comes back
+                _renamed(olds.pop(), target)
         for old in olds:
             _discard(old)
 
