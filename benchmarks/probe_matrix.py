@@ -19,6 +19,7 @@ meshshard's own refusals must be NoShardRule, the reason in one line: another er
 import argparse
 import contextlib
 import importlib.util
+import json
 import math
 import multiprocessing
 import sys
@@ -71,9 +72,10 @@ def main() -> None:
     parser.add_argument("--libraries", nargs="+", choices=known, default=known)
     parser.add_argument("--cases", nargs="+", help="names of operations; all by default")
     results = Path(__file__).parent / "results" / "probe_matrix.json"
+    parser.add_argument("--keep", type=Path, help="a folder: go on where another run has stopped")
     parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
-    found = probe_all(given.libraries, given.cases or list(EVERY))
+    found = probe_all(given.libraries, given.cases or list(EVERY), given.keep)
     counts, table = counted(found), tabled(found)
     show("rows by their worst outcome", counts)
     show("operations", table)
@@ -94,13 +96,20 @@ def layouts() -> dict[tuple[str, int], tuple[int, ...]]:
 Found = dict[tuple[str, str, str, int], Outcome]  # by library, operation, kind of sizes, ranks
 
 
-def probe(library: str, kind: str, k: int, cases: list[str]) -> Found:
-    """Outcomes of one library on one division of rows."""
+def probe(library: str, kind: str, k: int, cases: list[str], keep: Path | None) -> Found:
+    """Outcomes of one library on one division of rows, or those that are kept."""
+    file = keep and keep / f"{library}-{kind}-{k}.json"
+    if file and file.exists():
+        known = json.loads(file.read_text())
+        return {(library, case, kind, k): Outcome(*known[case]) for case in cases}
     warnings.simplefilter("ignore")
     _warm(library)
     sizes, pool = layouts()[kind, k], Pool(k, PATIENCE)
     found = {(library, case, kind, k): pool.outcome(library, case, sizes) for case in cases}
     pool.stop()
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({key[1]: outcome for key, outcome in found.items()}))
     print(f"{library}, {kind}, {k} ranks: done", file=sys.stderr, flush=True)
     return found
 
@@ -119,13 +128,13 @@ def _warm(library: str) -> None:
     dist.destroy_process_group()
 
 
-def probe_all(libraries: list[str], cases: list[str]) -> Found:
+def probe_all(libraries: list[str], cases: list[str], keep: Path | None) -> Found:
     """Outcomes of all, each division of rows of each library in a process with ranks of its own."""
     found: Found = {}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(AT_ONCE, spawn, max_tasks_per_child=1) as workers:
         jobs = [
-            workers.submit(probe, library, kind, k, cases)
+            workers.submit(probe, library, kind, k, cases, keep)
             for library in libraries
             for k in (2, 4)
             for kind in KINDS
