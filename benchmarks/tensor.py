@@ -228,7 +228,6 @@ def _exchanged(domain: Any, sharding: Any) -> Callable[[Any], Any]:
 
     counts = [0, 5] if domain.rank == 0 else [5, 0]
     plan = Exchange(domain, sharding.own, torch.arange(5), counts, counts)
-    plan.check()
 
     def couple(x: Any) -> Any:
         rows = domain.exchange(x.to_local(), plan)
