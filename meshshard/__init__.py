@@ -53,7 +53,7 @@ _HOMES = {
     "shard": ("Shard", "load"),
     "store": ("Folder",),
 }
-_MODULES = ("comm", "store", "tensor", "viz")
+_MODULES = ("comm", "models", "nn", "store", "tensor", "viz")
 
 
 def __getattr__(name: str) -> Any:

@@ -40,8 +40,7 @@ def merged(domain: Domain, sums: Tensor, top: Tensor | None = None) -> Tensor:
 
 
 def merged_in_order(domain: Domain, sums: Tensor, shards: Sequence[int]) -> Tensor:
-    """The same from sums of every own shard, added in the order of the shards: the same bits on
-    any number of ranks.
+    """The same, shard by shard in their order, so with the same bits on any number of ranks.
 
     Args:
         domain: the ranks.
