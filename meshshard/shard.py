@@ -18,7 +18,7 @@ from meshshard.comm import Domain, Exchange
 from meshshard.errors import StoreError
 from meshshard.mesh import Array, Mesh
 from meshshard.plan import Plan, runs
-from meshshard.tensor import Sharding, ShardTensor
+from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 
 __all__ = ["Shard", "load"]
 
@@ -124,6 +124,14 @@ class Shard:
         to = np.repeat(np.arange(self.plan.n_local), np.diff(self.plan.indptr))
         pairs = np.stack([self.plan.indices.astype(np.int64), to])
         return torch.from_numpy(pairs).to(self.domain.device)
+
+    @cached_property
+    def graph(self) -> ShardGraph:
+        """The graph of own rows, which layers take where PyG has `edge_index`.
+
+        Communication: one gather of objects and one exchange, when it is first asked for, by all.
+        """
+        return ShardGraph.from_plan(self.plan, self.sharding, self.exchange)
 
     def local(self, x: ShardTensor) -> Tensor:
         """Owned rows, then halo rows, of a field or a hidden state: (n_local, …).

@@ -208,6 +208,25 @@ class Domain:
             raise DomainError(f"{what}: rank {rank}: {why}")
         return result  # type: ignore[return-value]
 
+    def route(self, x: Tensor, send: Size) -> tuple[Tensor, list[int]]:
+        """Runs of rows to every rank, and theirs here, by rank; how many come is found out first.
+
+        Args:
+            x: (sum(send), …) rows, grouped by the rank that they go to.
+            send: how many go to each.
+
+        Returns:
+            The rows that came, and how many from each rank.
+
+        Communication: one all-to-all of counts, one of the rows.
+        """
+        if self.size == 1:
+            return x, list(send)
+        ones = [1] * self.size
+        counts = torch.tensor(send, dtype=torch.int64, device=self.device)
+        receive = _wire.all_to_all(self, counts, ones, ones, "counts").tolist()
+        return _wire.all_to_all(self, x.detach(), send, receive, "route"), receive
+
     def close(self) -> None:
         """End the process group while Python still runs; done by itself at the end of a script.
 

@@ -57,6 +57,24 @@ class Exchange:
         self.n_halo = sum(self.receive)
         _plans[self.handle] = self
 
+    @classmethod
+    def of_halo(cls, domain: Domain, sizes: Sequence[int], halo: Tensor, name: str) -> Exchange:
+        """The exchange of a halo that is only known at run time.
+
+        Args:
+            domain: the ranks.
+            sizes: owned rows of every rank.
+            halo: (n_halo,) int64 ids that this rank needs, ascending, none of them its own.
+            name: what to call it in errors.
+
+        Communication: one all-to-all of counts, one of the ids.
+        """
+        ends = torch.tensor(sizes, device=halo.device).cumsum(0)
+        receive = torch.bincount(torch.searchsorted(ends, halo, right=True), minlength=len(sizes))
+        wanted, send = domain.route(halo, receive.tolist())
+        rows = wanted - domain.offset(sizes)
+        return cls(domain, sizes[domain.rank], rows, send, receive.tolist(), name)
+
     def check(self, x: Tensor) -> None:
         """Compare the tables of all ranks, and what a row is: its type and width.
 

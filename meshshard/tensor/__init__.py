@@ -21,8 +21,17 @@ from meshshard.tensor import (
 )
 from meshshard.tensor.build import shard
 from meshshard.tensor.core import NoShardRule, Sharding, ShardTensor, shard_rule
+from meshshard.tensor.graph import ShardGraph
 
-__all__ = ["FAMILIES", "NoShardRule", "ShardTensor", "Sharding", "shard", "shard_rule"]
+__all__ = [
+    "FAMILIES",
+    "NoShardRule",
+    "ShardGraph",
+    "ShardTensor",
+    "Sharding",
+    "shard",
+    "shard_rule",
+]
 
 FAMILIES = {
     "pointwise": pointwise.RULES,

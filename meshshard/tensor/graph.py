@@ -1,0 +1,194 @@
+"""ShardGraph: the in-edges of this rank's nodes, and the exchange of the rows they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshshard.comm import Domain, Exchange
+from meshshard.errors import MeshshardError
+from meshshard.plan import Plan
+from meshshard.tensor.core import Sharding, ShardTensor
+
+__all__ = ["ShardGraph"]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardGraph:
+    """One directed graph whose nodes are sharded; an edge lives with the owner of its destination.
+
+    Own edges are sorted by destination, those of one destination in the order of the whole graph.
+    Local rows of the sources are own rows, then halo rows by ascending id. It stands where PyG
+    has `edge_index`.
+
+    Attributes:
+        nodes: how the destinations are divided.
+        sources: how the sources are divided: `nodes`, unless the graph is bipartite.
+        edges: how the edges are divided; `edges.origin` keys their random numbers.
+        indptr: (own nodes + 1,) int64 where the in-edges of each own node begin.
+        indices: (own edges,) int64 source of every edge, as a local row.
+        halo: (n_halo,) int64 ids of the halo rows, ascending.
+        origins: (n_local,) int64 row in the source file of every local row.
+        exchange: brings halo rows behind own rows.
+    """
+
+    nodes: Sharding
+    sources: Sharding
+    edges: Sharding
+    indptr: Tensor
+    indices: Tensor
+    halo: Tensor
+    origins: Tensor
+    exchange: Exchange
+
+    @staticmethod
+    def from_ids(
+        ids: Tensor,
+        indptr: Tensor,
+        nodes: Sharding,
+        sources: Sharding | None = None,
+        origin: Tensor | None = None,
+    ) -> ShardGraph:
+        """The graph of own in-edges that name their sources by id.
+
+        Args:
+            ids: (own edges,) int64 ids of the sources, grouped by destination.
+            indptr: (own nodes + 1,) int64 where each destination's begin.
+            nodes: how the destinations are divided.
+            sources: how the sources are divided, if not like the destinations.
+            origin: (own edges,) int64 names of the edges that do not depend on the partition; by
+                default made of both ends' rows in the source file, alike for parallel edges.
+
+        Raises:
+            DomainError: on every rank, where any names a source that there is not.
+
+        Communication: one gather of objects, one all-to-all of counts, two of the halo's ids.
+        """
+        sources = sources or nodes
+        domain = nodes.domain
+        domain.together(lambda: _valid(ids, indptr, nodes, sources), "a graph")
+        own = (ids >= sources.first) & (ids < sources.first + sources.own)
+        halo = torch.unique(ids[~own])
+        plan = Exchange.of_halo(domain, sources.sizes, halo, "exchange of a graph")
+        rows = torch.where(own, ids - sources.first, sources.own + torch.searchsorted(halo, ids))
+        return _graph(nodes, sources, (indptr, rows, halo), plan, origin)
+
+    @staticmethod
+    def from_edge_index(
+        edge_index: Tensor, nodes: Sharding, sources: Sharding | None = None
+    ) -> ShardGraph:
+        """The graph of PyG's (2, n_edges) ids of sources and destinations, whole on every rank.
+
+        An edge is named by its column: `take` gives own rows of features in that order.
+
+        Communication: that of `from_ids`.
+        """
+        to = edge_index[1] - nodes.first
+        mine = torch.nonzero((to >= 0) & (to < nodes.own)).view(-1)
+        mine = mine[torch.argsort(to[mine], stable=True)]
+        indptr = _starts(torch.bincount(to[mine], minlength=nodes.own))
+        return ShardGraph.from_ids(edge_index[0, mine], indptr, nodes, sources, mine)
+
+    @staticmethod
+    def from_plan(plan: Plan, nodes: Sharding, exchange: Exchange) -> ShardGraph:
+        """The graph that a folder holds, of any depth; in-edges of halo rows are left out.
+
+        Communication: one gather of objects, one exchange of the rows' origins.
+        """
+        place = nodes.domain.device
+        indptr = torch.from_numpy(plan.indptr[: plan.n_owned + 1].astype(np.int64)).to(place)
+        rows = torch.from_numpy(plan.indices[: int(indptr[-1])].astype(np.int64)).to(place)
+        halo = torch.from_numpy(plan.halo.astype(np.int64)).to(place)
+        return _graph(nodes, nodes, (indptr, rows, halo), exchange, None)
+
+    def __repr__(self) -> str:
+        return (
+            f"ShardGraph({self.nodes.total:,} nodes and {self.edges.total:,} edges, here "
+            f"{self.nodes.own:,} own nodes, {len(self.halo):,} halo rows, {self.edges.own:,} edges)"
+        )
+
+    @property
+    def domain(self) -> Domain:
+        """The ranks."""
+        return self.nodes.domain
+
+    @property
+    def n_local(self) -> int:
+        """Local rows of the sources, own and halo."""
+        return self.sources.own + len(self.halo)
+
+    @cached_property
+    def destinations(self) -> Tensor:
+        """(own edges,) int64 own row that every edge goes to."""
+        count = self.indptr.diff()
+        return torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
+
+    @cached_property
+    def edge_index(self) -> Tensor:
+        """(2, own edges) int64 local source row and own destination row of every edge."""
+        return torch.stack([self.indices, self.destinations])
+
+    @cached_property
+    def interior(self) -> Tensor:
+        """(own nodes,) bool, nodes that read own rows only: computed while halo rows travel."""
+        crossing = _starts(self.indices >= self.sources.own)
+        return crossing[self.indptr[1:]] == crossing[self.indptr[:-1]]
+
+    def local(self, x: Any) -> Tensor:
+        """Own rows of a sharded tensor, or of a plain one that has them, then halo rows.
+
+        Communication: one exchange, forward and backward.
+        """
+        rows = x.to_local() if isinstance(x, ShardTensor) else x
+        return self.domain.exchange(rows, self.exchange)
+
+    def take(self, features: Tensor) -> ShardTensor:
+        """Edge features (n_edges, …), whole on every rank in the order of edge_index, sharded."""
+        assert self.edges.origin is not None
+        return ShardTensor.from_local(features[self.edges.origin], self.edges)
+
+
+def _graph(
+    nodes: Sharding,
+    sources: Sharding,
+    arrays: tuple[Tensor, Tensor, Tensor],
+    plan: Exchange,
+    origin: Tensor | None,
+) -> ShardGraph:
+    """Names of rows and edges, and the number of edges everywhere, added."""
+    indptr, rows, halo = arrays
+    sizes: Sequence[int] = nodes.domain.share(len(rows))
+    origins = nodes.domain.exchange(_origin(sources), plan)
+    if origin is None:
+        to = torch.repeat_interleave(_origin(nodes), indptr.diff())
+        origin = to * sources.total + origins[rows]
+    edges = Sharding(nodes.domain, sizes, origin)
+    return ShardGraph(nodes, sources, edges, indptr, rows, halo, origins, plan)
+
+
+def _origin(sharding: Sharding) -> Tensor:
+    if sharding.origin is not None:
+        return sharding.origin
+    return torch.arange(sharding.own, device=sharding.domain.device) + sharding.first
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def _valid(ids: Tensor, indptr: Tensor, nodes: Sharding, sources: Sharding) -> None:
+    if len(indptr) != nodes.own + 1 or int(indptr[-1]) != len(ids):
+        raise MeshshardError(
+            f"{len(indptr) - 1} rows with {int(indptr[-1])} edges for {nodes.own} own nodes "
+            f"and {len(ids)} sources"
+        )
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < sources.total:
+        raise MeshshardError(
+            f"sources {int(ids.min())} to {int(ids.max())} are not all among {sources.total} rows"
+        )

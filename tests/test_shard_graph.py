@@ -1,0 +1,142 @@
+"""ShardGraph: every in-edge once, at its destination, in the order of the whole graph."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import graphs
+
+from meshshard.comm import Domain, DomainError, init_domain
+from meshshard.tensor import ShardGraph, Sharding, ShardTensor
+from meshshard.tensor.core import MeshshardError
+
+SIZES = {1: [30], 2: [13, 17], 3: [0, 21, 9], 4: [5, 0, 24, 1]}
+
+
+def random_edges(n, m, count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([
+        torch.randint(m, (count,), generator=generator),
+        torch.randint(n, (count,), generator=generator),
+    ])  # fmt: skip
+
+
+def summed(edges, x, n):
+    return x.new_zeros(n, *x.shape[1:]).index_add(0, edges[1], x[edges[0]])
+
+
+def graph_job(bipartite):
+    """A weighted sum over in-edges and both gradients, against the whole graph."""
+    domain = init_domain()
+    nodes = Sharding(domain, SIZES[domain.size])
+    sources = Sharding(domain, [2 * n for n in reversed(nodes.sizes)]) if bipartite else nodes
+    edges = random_edges(nodes.total, sources.total, 200)
+    graph = ShardGraph.from_edge_index(edges, nodes, sources)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sources.total, 2, dtype=torch.float64, generator=generator, requires_grad=True)
+    e = torch.randn(200, 1, dtype=torch.float64, generator=generator, requires_grad=True)
+    v = torch.randn(nodes.total, 2, dtype=torch.float64, generator=generator)
+    out = x.new_zeros(nodes.total, 2).index_add(0, edges[1], x[edges[0]] * e)
+    want = torch.autograd.grad(out, (x, e), v)
+    own = slice(sources.first, sources.first + sources.own)
+    mine = ShardTensor.from_local(x.detach()[own].clone(), sources).requires_grad_()
+    weight = graph.take(e.detach()).requires_grad_()
+    got = summed_weighted(graph, mine, weight)
+    there = slice(nodes.first, nodes.first + nodes.own)
+    assert torch.equal(got, out[there])
+    got.backward(v[there] * domain.size)
+    assert torch.allclose(mine.grad.gather(), want[0], rtol=1e-12, atol=1e-13)
+    edge_grad = want[1][graph.edges.origin]
+    assert torch.allclose(weight.grad.to_local(), edge_grad, rtol=1e-12, atol=1e-13)
+    assert graph.edges.total == 200
+    return len(graph.halo)
+
+
+def summed_weighted(graph, x, weight):
+    rows = graph.local(x)[graph.indices] * weight.to_local()
+    return rows.new_zeros(graph.nodes.own, 2).index_add(0, graph.destinations, rows)
+
+
+@pytest.mark.parametrize("bipartite", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_edges_live_with_their_destination(ranks, size, bipartite):
+    if size == 1:
+        assert graph_job(bipartite) == 0
+    else:
+        assert sum(ranks[size].run(graph_job, bipartite)) > 0
+
+
+def interior_job():
+    domain = init_domain()
+    nodes = Sharding(domain, SIZES[domain.size])
+    graph = ShardGraph.from_edge_index(random_edges(30, 30, 40), nodes)
+    ids = torch.cat([torch.arange(nodes.own) + nodes.first, graph.halo])
+    assert torch.equal(graph.origins, ids)
+    for row in range(nodes.own):
+        mine = graph.indices[graph.indptr[row] : graph.indptr[row + 1]]
+        assert bool(graph.interior[row]) == bool((mine < nodes.own).all())
+
+
+def test_interior_nodes_read_own_rows_only(ranks):
+    ranks[3].run(interior_job)
+
+
+def names_job():
+    """Edges are called alike however the rows are divided."""
+    domain = init_domain()
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(domain.size))
+    nodes = Sharding(domain, SIZES[domain.size])
+    nodes.origin = order[nodes.first : nodes.first + nodes.own]
+    edges = random_edges(30, 30, 60)
+    place = torch.empty(30, dtype=torch.int64)
+    place[order] = torch.arange(30)
+    whole = place[edges].unique(dim=1)
+    to = whole[1] - nodes.first
+    mine = whole[:, (to >= 0) & (to < nodes.own)]
+    mine = mine[:, torch.argsort(mine[1], stable=True)]
+    count = torch.bincount(mine[1] - nodes.first, minlength=nodes.own)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), count.cumsum(0)])
+    graph = ShardGraph.from_ids(mine[0], indptr, nodes)
+    return graph.edges.origin.tolist()
+
+
+def test_names_of_edges_do_not_depend_on_the_partition(ranks):
+    want = set((random_edges(30, 30, 60)[1] * 30 + random_edges(30, 30, 60)[0]).tolist())
+    for size in (2, 3, 4):
+        names = [name for part in ranks[size].run(names_job) for name in part]
+        assert len(names) == len(set(names))
+        assert set(names) == want
+
+
+def wrong_job():
+    domain = init_domain()
+    nodes = Sharding(domain, [2, 2])
+    ids = torch.tensor([1, 4 * domain.rank])
+    with pytest.raises(DomainError, match="rank 1: sources 1 to 4 are not all among 4 rows"):
+        ShardGraph.from_ids(ids, torch.tensor([0, 1, 2]), nodes)
+
+
+def test_a_source_that_is_not_there_is_an_error_on_every_rank(ranks):
+    ranks[2].run(wrong_job)
+
+
+def test_serial_graphs_need_no_ranks():
+    graph = ShardGraph.from_edge_index(torch.tensor([[1, 0], [0, 1]]), Sharding(Domain(), [2]))
+    assert graph.edge_index.tolist() == [[1, 0], [0, 1]]
+    assert len(graph.halo) == 0
+    assert "2 nodes and 2 edges" in repr(graph)
+    with pytest.raises((DomainError, MeshshardError), match="sources 0 to 7"):
+        ShardGraph.from_edge_index(torch.tensor([[7, 0], [0, 1]]), Sharding(Domain(), [2]))
+
+
+@given(graphs(), st.data())
+def test_serial_graphs_keep_every_edge_in_its_order(graph, data):
+    to = np.repeat(np.arange(graph.n_nodes), np.diff(graph.indptr))
+    whole = torch.from_numpy(np.stack([graph.indices, to]).astype(np.int64))
+    order = data.draw(st.permutations(range(whole.shape[1])))
+    made = ShardGraph.from_edge_index(whole[:, list(order)], Sharding(Domain(), [graph.n_nodes]))
+    kept = whole[:, list(order)][:, made.edges.origin]
+    assert torch.equal(made.edge_index, kept)
+    assert made.edges.origin.tolist() == sorted(made.edges.origin.tolist(),
+                                                key=lambda c: int(whole[1, order[c]]))  # fmt: skip
