@@ -12,7 +12,9 @@ from meshshard.graph import Graph
 from meshshard.mesh import Array
 from meshshard.plan import Halo
 
-__all__ = ["Quality", "quality_of"]
+__all__ = ["PAYS_FROM", "Quality", "quality_of"]
+
+PAYS_FROM = 4096  # rows a shard; measured by benchmarks/exchange.py --only crossover
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,18 @@ class Quality:
         """Totals, in a few lines."""
         n, mb = sum(self.owned), self.bytes_per_exchange(128) / 1e6
         mean, most = sum(self.peers) / max(len(self.peers), 1), max(self.peers, default=0)
-        split = sum(p > 1 for p in self.pieces)
+        split, k = sum(p > 1 for p in self.pieces), len(self.owned)
+        small = (
+            f"warning: below about {PAYS_FROM:,} {self.entity} a rank, ranks cost more time than "
+            f"they save; use {max(1, n // PAYS_FROM)} or fewer for speed"
+        )
         return [
             f"{n:,} {self.entity} in {len(self.owned)} shards, imbalance {self.imbalance:.4f}",
             f"halo {self.volume:,} rows ({100 * self.volume / max(n, 1):.2f} %), "
             f"edge cut {self.edge_cut:,}, peers {mean:.1f} on average, {most} at most",
             f"one exchange of 128 float32 channels moves {mb:.2f} MB"
             + (f"; {split} shards are in several pieces" if split else ""),
+            *([small] if k > 1 and n < k * PAYS_FROM else []),
         ]
 
     def __str__(self) -> str:

@@ -143,6 +143,12 @@ def test_merging_warns_where_ranks_are_uneven():
         made.merge(6)
 
 
+def test_quality_warns_of_shards_too_small_to_pay():
+    assert "use 1 or fewer" in str(partition(SHEET, 2).quality)
+    assert "warning" not in str(partition(SHEET, 1).quality)
+    assert "warning" not in str(partition(grid_surface(64, 128), 2).quality)
+
+
 def test_quality_counts_what_the_labels_say():
     made = partition(SHEET, 6)
     graph, labels = cell_graph(SHEET), made.labels
@@ -167,7 +173,7 @@ def test_a_partition_shows_itself():
     assert repr(made) == "Partition(mesh: 300 cells in 3 shards)"
     assert "<table>" in made._repr_html_()
     assert "imbalance" in str(made.quality)
-    assert len(str(partition(SHEET, 40).quality).splitlines()) == 1 + 13 + 3
+    assert len(str(partition(SHEET, 40).quality).splitlines()) == 1 + 13 + 4
 
 
 @pytest.mark.parametrize(
