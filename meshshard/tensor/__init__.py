@@ -6,6 +6,7 @@ name; `shard_rule` adds one.
 
 from meshshard.tensor import (
     along,
+    attention,
     attributes,
     core,
     grids,
@@ -40,6 +41,7 @@ FAMILIES = {
     "products": products.RULES,
     "views": views.RULES,
     "indexing": indexing.RULES,
+    "attention": attention.RULES,
     "norms": norms.RULES,
     "losses": losses.RULES,
     "random": random.RULES,

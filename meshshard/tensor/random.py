@@ -18,7 +18,7 @@ from meshshard.tensor.align import native_shape, shape_of
 from meshshard.tensor.attributes import requires_grad_
 from meshshard.tensor.core import Rule, Sharded, ShardTensor, native, refuse, wrap
 
-__all__ = ["RULES", "uniform"]
+__all__ = ["RULES", "numbers", "uniform"]
 
 
 def uniform(x: Sharded) -> Tensor:
@@ -32,9 +32,16 @@ def uniform(x: Sharded) -> Tensor:
         column = [n if d != x._dim else 1 for d, n in enumerate(shape)]
         places = torch.arange(math.prod(column), device=x.device).reshape(column)
         along = [-1 if d == x._dim else 1 for d in range(len(shape))]
-        key = _mix(_mix(rows.to(x.device).view(along) + seed) + places)
-        bits = _mix(key) >> 11 & (2**53 - 1)
-        return bits.to(torch.float64) * 2.0**-53
+        return numbers(seed, rows.to(x.device).view(along), places)
+
+
+def numbers(seed: int, *ids: Tensor) -> Tensor:
+    """Numbers in [0, 1), float64, that a seed and ids alone decide; ids broadcast."""
+    key = ids[0] + seed
+    for more in ids[1:]:
+        key = _mix(key) + more
+    bits = _mix(_mix(key)) >> 11 & (2**53 - 1)
+    return bits.to(torch.float64) * 2.0**-53
 
 
 def _mix(x: Tensor) -> Tensor:

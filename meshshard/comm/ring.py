@@ -1,0 +1,125 @@
+"""Ring: blocks of rows go round the ranks, the next one under way while one is used.
+
+The third of three mechanisms: every row meets every row, and no rank holds more than its own and a
+block of another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshshard.comm import _wire
+from meshshard.comm.domain import Domain
+
+__all__ = ["Block", "Ring"]
+
+Take = Callable[[int, int], Tensor]  # own rows from one to before another, (n, width)
+Add = Callable[[int, Tensor], None]  # add (n, width) to own rows from one on
+ROWS = 4096  # of a block: what is under way is small beside the rows of a rank
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of one rank.
+
+    Attributes:
+        source: the rank that owns them.
+        number: which of its blocks this is.
+        rows: (n, width) the rows.
+        start: row of the owner where they begin.
+        first: id of the first of them.
+    """
+
+    source: int
+    number: int
+    rows: Tensor
+    start: int
+    first: int
+
+
+class Ring:
+    """The blocks of all ranks, each met once by every rank; not differentiable.
+
+    Every rank has equally many blocks, of uneven size, some empty: all make the same calls.
+
+    Attributes:
+        domain: the ranks.
+        sizes: rows of each rank.
+        number: blocks of each rank.
+    """
+
+    def __init__(self, domain: Domain, sizes: Sequence[int], rows: int = ROWS) -> None:
+        self.domain = domain
+        self.sizes = tuple(sizes)
+        self.number = max(1, -(-max(self.sizes) // rows))
+        self._back: tuple[int, _wire.Pending] | None = None
+
+    def cut(self, source: int, number: int) -> tuple[int, int]:
+        """Rows of their owner, first and last but one, that are in a block."""
+        n = self.sizes[source]
+        return n * number // self.number, n * (number + 1) // self.number
+
+    def blocks(self, take: Take) -> Iterator[Block]:
+        """Every block of every rank, own ones first; the next comes while one is used.
+
+        Communication: ranks - 1 all-to-alls, each to one peer, for each block of a rank.
+        """
+        domain, size = self.domain, self.domain.size
+        for number in range(self.number):
+            start, stop = self.cut(domain.rank, number)
+            rows = take(start, stop)
+            for step in range(size):
+                source = (domain.rank - step) % size
+                under_way = None
+                if step < size - 1:
+                    here = (domain.rank - step - 1) % size
+                    under_way = self._send(rows, 1, self._length(here, number), "ring")
+                start, _ = self.cut(source, number)
+                first = sum(self.sizes[:source]) + start
+                yield Block(source, number, rows, start, first)
+                rows = rows if under_way is None else under_way.wait()
+
+    def give_back(self, block: Block, grads: Tensor, add: Add) -> None:
+        """Add what was found for a block to its owner's rows; `finish` after the last.
+
+        Args:
+            block: as it came.
+            grads: (n, width) for the rows of the block.
+            add: what adds a share of any rank to own rows.
+
+        Communication: one all-to-all to one peer for a block of another rank.
+        """
+        self.finish(add)
+        size, rank = self.domain.size, self.domain.rank
+        steps = (rank - block.source) % size
+        start, stop = self.cut(rank, block.number)
+        if steps == 0:
+            add(start, grads)
+            return
+        under_way = self._send(grads, -steps, stop - start, "ring back")
+        self._back = start, under_way
+
+    def finish(self, add: Add) -> None:
+        """Add what is under way."""
+        if self._back is None:
+            return
+        start, under_way = self._back
+        add(start, under_way.wait())
+        self._back = None
+
+    def _length(self, source: int, number: int) -> int:
+        start, stop = self.cut(source, number)
+        return stop - start
+
+    def _send(self, rows: Tensor, steps: int, receive: int, kind: str) -> _wire.Pending:
+        """Rows to the rank `steps` further, others from the rank `steps` before."""
+        size, rank = self.domain.size, self.domain.rank
+        to, come = [0] * size, [0] * size
+        to[(rank + steps) % size] = len(rows)
+        come[(rank - steps) % size] = receive
+        with torch.no_grad():
+            return _wire.start_all_to_all(self.domain, rows, to, come, kind)

@@ -1,0 +1,281 @@
+"""Attention of own rows: by a ring, by tokens or alone; one function with its own backward.
+
+Where the keys are, decides: sharded keys go round to sharded queries (ring), meet replicated
+queries where they are (tokens), replicated keys are met by own queries without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshshard.comm import Domain
+from meshshard.comm.ring import Block, Ring
+from meshshard.tensor.core import Sharding
+from meshshard.tensor.tiles import (
+    Chance,
+    Tile,
+    attend,
+    attend_backward,
+    finite,
+    is_fast,
+    merge,
+    pieces,
+    tile_rows,
+)
+from meshshard.tensor.tokens import merged
+
+__all__ = ["How", "attention", "composed"]
+
+
+@dataclass(frozen=True)
+class How:
+    """What attention is besides queries, keys and values.
+
+    Attributes:
+        rows: of the queries; of one rank where they are replicated.
+        columns: of the keys; of one rank where they are replicated.
+        scale: factor of the products.
+        causal: query i meets keys up to i, by global ids.
+        mask: (batch or 1, heads or 1, own queries or 1, all keys or 1), bool or added.
+        chance: dropout of weights.
+    """
+
+    rows: Sharding
+    columns: Sharding
+    scale: float
+    causal: bool = False
+    mask: Tensor | None = None
+    chance: Chance | None = None
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether replicated queries meet sharded keys."""
+        return self.rows.domain.size == 1 < self.columns.domain.size
+
+    def ids(self) -> range:
+        """Ids of own queries."""
+        return range(self.rows.first, self.rows.first + self.rows.own)
+
+    def tile(self, rows: slice, columns: slice, causal: bool, like: Tensor) -> Tile:
+        """The tile of some own queries and some keys by id."""
+        mask = self.mask
+        if mask is not None:
+            mask = mask if mask.shape[-2] == 1 else mask[..., rows, :]
+            mask = mask if mask.shape[-1] == 1 else mask[..., columns]
+        factor = None if self.chance is None else self.chance.factor(rows, columns, like)
+        return Tile(self.scale, causal, mask, factor)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+    """Softmax of scaled products, times values, for own queries; (batch, heads, rows, width).
+
+    Keys may have fewer heads, each then serves several of the queries'. Second derivatives gather
+    all keys, and hold own queries x all keys.
+
+    Communication: ring: ranks - 1 all-to-alls a block of 4,096 rows of keys and values forward,
+    twice as many backward; tokens: two all-reduces (largest exponents; sums) forward, one backward.
+    """
+    out: Tensor = _Attention.apply(q, k, v, how)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        """Own queries against all keys."""
+        out, lse = _forward(q, k, v, how)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.how = how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of queries, keys and values."""
+        q, k, v, out, lse = ctx.saved_tensors
+        how, needed = ctx.how, ctx.needs_input_grad
+        if torch.is_grad_enabled():  # its own derivative is wanted
+            return (*_again((q, k, v), needed, how, grad), None)
+        if how.by_tokens:
+            grad = how.columns.domain.all_reduce(grad)
+        return (*_backward(grad, (out, lse), (q, k, v), how), None)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    keys = _Keys(q, k, v, how)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    b, h, n, _ = q.shape
+    # rows first in memory: layers join the heads behind without a copy
+    out = q.new_zeros((n, b, h, v.shape[-1]), dtype=wide).movedim(0, 2)
+    lse = q.new_full((b, h, n), -torch.inf, dtype=wide)
+    for block in keys.blocks():
+        k_block, v_block = keys.unpacked(block.rows)
+        for rows, columns, tile in keys.tiles(block):
+            more = attend(q[:, :, rows], k_block[:, :, columns], v_block[:, :, columns], tile)
+            merge(out[:, :, rows], lse[:, :, rows], *more)
+    if how.by_tokens:
+        out, lse = _of_all_keys(out, lse, how.columns.domain)
+    return out.to(q.dtype), lse
+
+
+def _of_all_keys(out: Tensor, lse: Tensor, domain: Domain) -> tuple[Tensor, Tensor]:
+    """Replicated queries: what every rank found among its own keys, merged."""
+    top = finite(domain.all_reduce(lse, "max"))
+    weight = torch.exp(lse - top)[..., None]
+    sums = merged(domain, torch.cat([out * weight, weight], -1))
+    below = sums[..., -1:]
+    out = torch.where(below > 0, sums[..., :-1] / below, 0.0)
+    return out, top + torch.log(below[..., 0])
+
+
+def _backward(
+    grad: Tensor, found: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor, Tensor], how: How
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = given
+    out, lse = found[0], finite(found[1])
+    keys = _Keys(q, k, v, how)
+    dq = torch.zeros_like(q, dtype=lse.dtype)
+    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+
+    def add(start: int, rows: Tensor) -> None:
+        for into, more in zip((dk, dv), keys.split(rows), strict=True):
+            into[:, :, start : start + len(rows)] += more
+
+    for block in keys.blocks():
+        k_block, v_block = keys.unpacked(block.rows)
+        dk_block, dv_block = (torch.zeros_like(x, dtype=lse.dtype) for x in (k_block, v_block))
+        for rows, columns, tile in keys.tiles(block):
+            r, c = (..., rows, slice(None)), (..., columns, slice(None))
+            mine = out[r], lse[..., rows]
+            parts = attend_backward(grad[r], mine, q[r], k_block[c], v_block[c], tile)
+            for into, at, part in zip((dq, dk_block, dv_block), (r, c, c), parts, strict=True):
+                into[at] += part
+        keys.ring.give_back(block, keys.packed_grads(dk_block, dv_block), add)
+    keys.ring.finish(add)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+class _Keys:
+    """Keys and values as rows (n, width) of blocks, and the tiles of own queries with them."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> None:
+        self.q, self.k, self.v, self.how = q, k, v, how
+        here = how.columns
+        domain, sizes = (Domain(), (here.own,)) if how.by_tokens else (here.domain, here.sizes)
+        self.first = here.first if how.by_tokens else 0
+        self.ring = Ring(domain, sizes)
+        self.groups = q.shape[1] // max(k.shape[1], 1)
+        self.fast = is_fast(q, v, how.chance is not None)
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks of keys that this rank's queries meet."""
+        for block in self.ring.blocks(self._take):
+            yield replace(block, first=block.first + self.first)
+
+    def tiles(self, block: Block) -> Iterator[tuple[slice, slice, Tile]]:
+        """Own rows, columns of the block, and the tile between them."""
+        how, ids = self.how, self.how.ids()
+        columns = range(block.first, block.first + len(block.rows))
+        for run in tile_rows(self.q, len(columns), self.fast):
+            for r, c, causal in pieces(ids[run], columns, how.causal):
+                rows = slice(run.start + r.start, run.start + r.stop)
+                there = slice(columns.start + c.start, columns.start + c.stop)
+                yield rows, c, how.tile(rows, there, causal, self.q)
+
+    def _take(self, start: int, stop: int) -> Tensor:
+        return _rows(self.k[:, :, start:stop], self.v[:, :, start:stop])
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows as keys and values, (batch, heads, n, width)."""
+        b, h = self.k.shape[:2]
+        width = b * h * self.k.shape[-1]
+        k = rows[:, :width].reshape(-1, b, h, self.k.shape[-1]).movedim(0, 2)
+        v = rows[:, width:].reshape(-1, b, h, self.v.shape[-1]).movedim(0, 2)
+        return k, v
+
+    def unpacked(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, with as many heads as queries have."""
+        k, v = self.split(rows)
+        if self.groups == 1:
+            return k, v
+        return k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)
+
+    def packed_grads(self, dk: Tensor, dv: Tensor) -> Tensor:
+        """Gradients of a block's keys and values as rows."""
+        if self.groups > 1:
+            dk, dv = (x.unflatten(1, (-1, self.groups)).sum(2) for x in (dk, dv))
+        return _rows(dk, dv)
+
+
+def _rows(k: Tensor, v: Tensor) -> Tensor:
+    flat = [x.movedim(2, 0).reshape(x.shape[2], _width(x)) for x in (k, v)]
+    return torch.cat(flat, 1)
+
+
+def _width(x: Tensor) -> int:
+    return x.shape[0] * x.shape[1] * x.shape[3]
+
+
+# ------------------------------------------------------------------------------ plain mathematics
+def composed(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    """The same of differentiable operations, and the weights: (…, own queries, all keys).
+
+    With replicated queries the weights are (…, queries, own keys).
+
+    Communication: ring: two all-to-alls (all keys, all values) forward and backward; tokens: as
+    `attention`.
+    """
+    if how.rows.domain.size > 1 and how.columns.domain.size > 1:
+        k, v = (_all_rows(x, how.columns) for x in (k, v))
+    columns = slice(how.columns.first, how.columns.first + k.shape[2]) if how.by_tokens else (
+        slice(0, k.shape[2]))  # fmt: skip
+    groups = q.shape[1] // max(k.shape[1], 1)
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    tile = how.tile(slice(0, q.shape[2]), columns, False, q)
+    scores = q @ k.mT * how.scale
+    bias = tile.bias(q, k)
+    scores = scores if bias is None else scores + bias
+    if how.causal:
+        met = _ids(how.ids(), q)[:, None] >= _ids(range(columns.start, columns.stop), q)
+        scores = scores.masked_fill(~met, -torch.inf)
+    return _softmax(scores, v, tile.factor, how)
+
+
+def _softmax(
+    scores: Tensor, v: Tensor, factor: Tensor | None, how: How
+) -> tuple[Tensor, Tensor]:
+    """Output and weights, 0 where a query meets no key."""
+    domain = how.columns.domain
+    least = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    top = torch.cat([scores.detach(), least], -1).amax(-1, keepdim=True)
+    top = finite(domain.all_reduce(top, "max") if how.by_tokens else top)
+    above = torch.exp(scores - top)
+    dropped = above if factor is None else above * factor
+    sums = torch.cat([dropped @ v, above.sum(-1, keepdim=True)], -1)
+    sums = merged(domain, sums) if how.by_tokens else sums
+    below = torch.where(sums[..., -1:] > 0, sums[..., -1:], 1.0)
+    return sums[..., :-1] / below, dropped / below
+
+
+def _again(
+    given: tuple[Tensor, ...], needed: tuple[bool, ...], how: How, grad: Tensor
+) -> list[Tensor | None]:
+    """Gradients that can be differentiated again."""
+    aliases = [x.view_as(x) for x in given]  # one tensor may be queries and keys
+    wanted = [x for x, need in zip(aliases, needed, strict=False) if need]
+    out, _ = composed(aliases[0], aliases[1], aliases[2], how)
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    return [next(found) if need else None for need in needed[:3]]
+
+
+def _all_rows(x: Tensor, sharding: Sharding) -> Tensor:
+    return sharding.domain.all_gather(x.movedim(2, 0), sharding.sizes).movedim(0, 2)
+
+
+def _ids(ids: range, like: Tensor) -> Tensor:
+    return torch.arange(ids.start, ids.stop, device=like.device)
