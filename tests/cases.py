@@ -170,6 +170,14 @@ INDEXING = {
     "embedding": lambda x, y, w, c, n: F.embedding(n, w) * x,
     "one_hot": lambda x, y, w, c, n: F.one_hot(n, 6) * x,
 }
+ATTENTION = {
+    "attention": lambda x, y, w, c, n: F.scaled_dot_product_attention(x[None], y[None], y[None]),
+    "attention to plain keys": lambda x, y, w, c, n: F.scaled_dot_product_attention(x, w, w),
+    "attention of plain queries": lambda x, y, w, c, n: F.scaled_dot_product_attention(w, x, y),
+    "attention by features": lambda x, y, w, c, n: F.scaled_dot_product_attention(
+        *[x.view(x.shape[0], 3, 2)] * 2, y.view(x.shape[0], 3, 2)
+    ),
+}
 NORMS = {
     "layer_norm": lambda x, y, w, c, n: F.layer_norm(x, (6,), c, c),
     "layer_norm of rows": lambda x, y, w, c, n: F.layer_norm(x.T, (x.shape[0],)),
@@ -220,6 +228,10 @@ LAYERS = {
     "nn.Embedding": lambda x, y, w, c, n: _layer(n, lambda: nn.Embedding(6, 6)) * x,
     "nn.Dropout eval": lambda x, y, w, c, n: _layer(x, lambda: nn.Dropout(0.5).eval()),
     "nn.Flatten": lambda x, y, w, c, n: _layer(x.reshape(-1, 2, 3), nn.Flatten),
+    "nn.MultiheadAttention": lambda x, y, w, c, n: _attention(x, y),
+    "nn.TransformerEncoderLayer": lambda x, y, w, c, n: _layer(
+        x, lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0)
+    ),
     "nn.CrossEntropyLoss": lambda x, y, w, c, n: nn.CrossEntropyLoss()(x, n),
     "nn.MSELoss": lambda x, y, w, c, n: nn.MSELoss()(x, y),
     "nn.SmoothL1Loss": lambda x, y, w, c, n: nn.SmoothL1Loss()(x, y),
@@ -236,8 +248,6 @@ REFUSED = {  # they couple all rows: refused by name, never wrong
     ),
     "index_add rows": lambda x, y, w, c, n: x.index_add(0, n, y),
     "roll rows": lambda x, y, w, c, n: x.roll(2, 0),
-    "attention": lambda x, y, w, c, n: F.scaled_dot_product_attention(x[None], y[None], y[None]),
-    "nn.MultiheadAttention": lambda x, y, w, c, n: _attention(x, y),
     "nn.GRU": lambda x, y, w, c, n: _layer(x, lambda: nn.GRU(6, 6))[0],
 }
 FAMILIES = {
@@ -247,6 +257,7 @@ FAMILIES = {
     "views": VIEWS,
     "einops": EINOPS,
     "indexing": INDEXING,
+    "attention": ATTENTION,
     "norms": NORMS,
     "losses": LOSSES,
     "layers": LAYERS,

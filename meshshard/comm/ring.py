@@ -52,10 +52,10 @@ class Ring:
         number: blocks of each rank.
     """
 
-    def __init__(self, domain: Domain, sizes: Sequence[int], rows: int = ROWS) -> None:
+    def __init__(self, domain: Domain, sizes: Sequence[int]) -> None:
         self.domain = domain
         self.sizes = tuple(sizes)
-        self.number = max(1, -(-max(self.sizes) // rows))
+        self.number = max(1, -(-max(self.sizes) // ROWS))
         self._back: tuple[int, _wire.Pending] | None = None
 
     def cut(self, source: int, number: int) -> tuple[int, int]:

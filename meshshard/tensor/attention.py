@@ -27,6 +27,7 @@ __all__ = ["RULES"]
 
 SDPA = F.scaled_dot_product_attention
 MHA = F.multi_head_attention_forward
+broadcast: Any = torch.broadcast_shapes
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,24 @@ def _by_samples(every: tuple[Any, ...], given: Given, weights: bool) -> tuple[An
     if given.enable_gqa and back == 3:
         raise refuse(SDPA, every, None, "heads are sharded and keys have fewer of them")
     at = native_ndim(first) - back
-    options = {"is_causal": given.is_causal, "scale": given.scale}
-    options["enable_gqa"] = given.enable_gqa
+    options = (given.is_causal, given.scale, given.enable_gqa)
     with native():
         if not given.dropout_p and not weights:
-            return wrap(SDPA(q, k, v, attn_mask=mask, **options), first._sharding, at), None
+            return wrap(_local(q, k, v, mask, options), first._sharding, at), None
         ones = torch.eye(k.shape[-2], dtype=q.dtype, device=q.device)
-        seen = SDPA(q, k, ones.expand(*k.shape[:-1], -1), attn_mask=mask, **options)
+        seen = _local(q, k, ones.expand(*k.shape[:-1], -1), mask, options)
     kept = dropout(wrap(seen, first._sharding, at), given.dropout_p)
     with native():
         groups = q.shape[-3] // v.shape[-3] if given.enable_gqa else 1
         v = v if groups == 1 else v.repeat_interleave(groups, -3)
         return wrap(kept @ v, first._sharding, at), kept
+
+
+def _local(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, options: tuple[bool, float | None, bool]
+) -> Tensor:
+    causal, scale, gqa = options
+    return SDPA(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
 
 
 def _by_rows(every: tuple[Any, ...], given: Given, weights: bool) -> tuple[Any, Any]:
@@ -104,10 +111,10 @@ def _by_rows(every: tuple[Any, ...], given: Given, weights: bool) -> tuple[Any, 
         chance = _chance(given.dropout_p, rows, columns, q)
         how = How(rows, columns, scale, given.is_causal, mask, chance)
         if weights or (mask is not None and mask.requires_grad):
-            out, seen = composed(*four.operands, how)
+            out, seen = composed(four.q, four.k, four.v, how)
             seen = four.back(seen)
         else:
-            out, seen = attention(*four.operands, how), None
+            out, seen = attention(four.q, four.k, four.v, how), None
         out = four.back(out)
     if type(query) is ShardTensor:
         seen = None if seen is None else wrap(seen, rows, seen.ndim - 2)
@@ -186,16 +193,16 @@ class _Four:
     """Queries, keys and values as (batch, heads, rows, width), and the way back."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> None:
-        every = (q, k, v)
-        self.ndim = max(x.ndim for x in every)
-        wide = [x[(None,) * (max(4, self.ndim) - x.ndim)] for x in every]
-        self.batch = torch.broadcast_shapes(*(x.shape[:-3] for x in wide))
-        self.heads = q.shape[-3] if gqa else (
-            max((x.shape[-3] for x in wide), key=lambda n: n != 1))  # fmt: skip
-        heads = [x.shape[-3] if gqa else self.heads for x in wide]
-        self.operands = [
-            x.expand(*self.batch, h, -1, -1).flatten(0, -4) for x, h in zip(wide, heads, strict=True)
-        ]
+        self.ndim = max(x.ndim for x in (q, k, v))
+        wide = [x[(None,) * (max(4, self.ndim) - x.ndim)] for x in (q, k, v)]
+        self.batch = broadcast(*(x.shape[:-3] for x in wide))
+        heads = [x.shape[-3] for x in wide]
+        if not gqa:
+            heads = [next((n for n in heads if n != 1), 1)] * 3
+        self.q, self.k, self.v = (
+            x.expand(*self.batch, h, -1, -1).flatten(0, -4)
+            for x, h in zip(wide, heads, strict=True)
+        )
 
     def mask(self, mask: Tensor | None) -> Tensor | None:
         """A mask with four dims, each of full size or 1."""
@@ -208,7 +215,7 @@ class _Four:
 
     def back(self, x: Tensor) -> Tensor:
         """A result with the dims that were given."""
-        x = x.unflatten(0, self.batch)
+        x = x.reshape(*self.batch, *x.shape[1:])
         return x.reshape(x.shape[x.ndim - self.ndim :])
 
 

@@ -207,7 +207,8 @@ class _Keys:
     def packed_grads(self, dk: Tensor, dv: Tensor) -> Tensor:
         """Gradients of a block's keys and values as rows."""
         if self.groups > 1:
-            dk, dv = (x.unflatten(1, (-1, self.groups)).sum(2) for x in (dk, dv))
+            b, h = self.k.shape[:2]
+            dk, dv = (x.reshape(b, h, self.groups, *x.shape[2:]).sum(2) for x in (dk, dv))
         return _rows(dk, dv)
 
 
@@ -246,9 +247,7 @@ def composed(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
     return _softmax(scores, v, tile.factor, how)
 
 
-def _softmax(
-    scores: Tensor, v: Tensor, factor: Tensor | None, how: How
-) -> tuple[Tensor, Tensor]:
+def _softmax(scores: Tensor, v: Tensor, factor: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
     """Output and weights, 0 where a query meets no key."""
     domain = how.columns.domain
     least = scores.new_full((*scores.shape[:-1], 1), -torch.inf)

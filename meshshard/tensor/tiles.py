@@ -15,7 +15,17 @@ from torch import Tensor
 
 from meshshard.tensor.random import numbers
 
-__all__ = ["Chance", "Tile", "attend", "attend_backward", "finite", "is_fast", "merge", "pieces", "tile_rows"]
+__all__ = [
+    "Chance",
+    "Tile",
+    "attend",
+    "attend_backward",
+    "finite",
+    "is_fast",
+    "merge",
+    "pieces",
+    "tile_rows",
+]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

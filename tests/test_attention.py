@@ -1,0 +1,577 @@
+"""Attention on sharded rows against torch's own on whole tensors: values and all gradients."""
+
+import contextlib
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from meshshard.comm import init_domain, ring
+from meshshard.comm.domain import counted
+from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard, tiles
+
+TOLERANCE = 1e-10
+B, H, N, M, D, V = 2, 4, 14, 9, 6, 5
+SIZES = {  # of queries and of keys
+    1: [((14,), (9,))],
+    2: [((3, 11), (5, 4)), ((14, 0), (0, 9))],
+    3: [((0, 6, 8), (9, 0, 0))],
+    4: [((5, 0, 7, 2), (0, 3, 1, 5))],
+}
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def dead_rows(mask):
+    mask[..., 2, :] = False
+    return mask
+
+
+PLACES = {  # which of queries, keys, values are sharded
+    "alike": (True, True, True),
+    "keys replicated": (True, False, False),
+    "queries replicated": (False, True, True),
+    "values plain": (True, True, False),
+    "queries and keys plain": (False, False, True),
+}
+CASES = {  # options of one call, and how many heads keys have
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "bool mask": {"attn_mask": dead_rows(draw(N, M) > 0.3)},
+    "added mask": {"attn_mask": draw(N, M)},
+    "mask of heads": {"attn_mask": draw(H, N, M) > 0},
+    "mask of all": {"attn_mask": draw(B, H, N, M)},
+    "padding of keys": {"attn_mask": draw(B, 1, 1, M) > 0},
+    "mask of queries": {"attn_mask": dead_rows(draw(N, 1) > -9)},
+    "gqa": {"enable_gqa": True},
+}
+
+
+@contextlib.contextmanager
+def small_blocks(rows=3, queries=4, pairs=40):
+    """So that few rows are many blocks and tiles."""
+    before = ring.ROWS, tiles.FLASH_ROWS, tiles.PAIRS
+    ring.ROWS, tiles.FLASH_ROWS, tiles.PAIRS = rows, queries, pairs
+    try:
+        yield
+    finally:
+        ring.ROWS, tiles.FLASH_ROWS, tiles.PAIRS = before
+
+
+def far(got, wanted):
+    if got is None or wanted is None:
+        return 0.0 if got is wanted else float("inf")
+    assert got.shape == wanted.shape, (got.shape, wanted.shape)
+    return ((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-3)).item()
+
+
+def leaf(domain, x, sizes, is_sharded, dim=2):
+    x = x.detach()
+    return (shard(x, domain, sizes, dim=dim) if is_sharded else x.clone()).requires_grad_()
+
+
+def global_grad(domain, x):
+    if x.grad is None:
+        return None
+    return x.grad.gather() if type(x) is ShardTensor else domain.all_reduce(x.grad) / domain.size
+
+
+def whole(x):
+    return x.detach().gather() if type(x) is ShardTensor else x.detach()
+
+
+def weighted(x, coefficients, domain):
+    """The sum of all numbers, each with its own weight."""
+    if type(x) is ShardTensor:
+        coefficients = shard(coefficients, domain, x.sharding, dim=x.sharded_dim)
+    return (x * coefficients).sum()
+
+
+def operands(gqa=False, width=D):
+    heads = H // 2 if gqa else H
+    return draw(B, H, N, D), draw(B, heads, M, D, seed=1), draw(B, heads, M, width, seed=2)
+
+
+def call_job(case, place, sizes, width):
+    domain, options = init_domain(), CASES[case]
+    every = [x.requires_grad_() for x in operands(case == "gqa", width)]
+    out = F.scaled_dot_product_attention(*every, **options)
+    coefficients = draw(*out.shape, seed=7)
+    wanted = torch.autograd.grad((out * coefficients).sum(), every)
+    divided = (sizes[0], sizes[1], sizes[1])
+    mine = [leaf(domain, *given) for given in zip(every, divided, PLACES[place], strict=True)]
+    with small_blocks():
+        got = F.scaled_dot_product_attention(*mine, **options)
+        weighted(got, coefficients, domain).backward()
+    assert got.shape == out.shape
+    assert (type(got) is ShardTensor) == PLACES[place][0]
+    errors = [far(whole(got), out.detach())]
+    return errors + [far(global_grad(domain, a), b) for a, b in zip(mine, wanted, strict=True)]
+
+
+def run(ranks, size, job, *args):
+    return [job(*args)] if size == 1 else ranks[size].run(job, *args)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", CASES)
+def test_attention(ranks, case, place, size):
+    for sizes in SIZES[size]:
+        for width in (D, V):  # torch's kernel, and plain mathematics
+            for errors in run(ranks, size, call_job, case, place, sizes, width):
+                assert max(errors) <= TOLERANCE, (sizes, errors)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_on_any_sizes(ranks, data):
+    size = data.draw(st.sampled_from([2, 3, 4]))
+
+    def cut(n):
+        cuts = st.lists(st.integers(0, n), min_size=size - 1, max_size=size - 1)
+        return tuple(b - a for a, b in pairwise([0, *sorted(data.draw(cuts)), n]))
+
+    case, place = data.draw(st.sampled_from(list(CASES))), data.draw(st.sampled_from(list(PLACES)))
+    sizes = cut(N), cut(M)
+    for errors in ranks[size].run(call_job, case, place, sizes, D):
+        assert max(errors) <= TOLERANCE, (case, place, sizes, errors)
+
+
+def twice_job(case, place, sizes):
+    """A loss of gradients, and its gradients."""
+    domain, options = init_domain(), CASES[case]
+    every = [x.requires_grad_() for x in operands(case == "gqa")]
+    coefficients = draw(B, H, N, D, seed=7)
+
+    def penalty(q, k, v, reduced):
+        out = F.scaled_dot_product_attention(q, k, v, **options).square()
+        first = torch.autograd.grad(reduced(out), (q, k, v), create_graph=True)
+        return sum(x.square().sum() for x in first)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = penalty(*every, lambda out: (out * coefficients).sum())
+        wanted = torch.autograd.grad(loss, every)
+    divided = (sizes[0], sizes[1], sizes[1])
+    mine = [leaf(domain, *given) for given in zip(every, divided, PLACES[place], strict=True)]
+    with small_blocks():
+        got = penalty(*mine, lambda out: weighted(out, coefficients, domain))
+        got.backward()
+    errors = [far(got.detach(), loss.detach())]
+    return errors + [far(global_grad(domain, a), b) for a, b in zip(mine, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", ["plain", "causal", "bool mask", "gqa"])
+def test_second_derivatives(ranks, case, size):
+    for sizes in SIZES[size]:
+        for errors in run(ranks, size, twice_job, case, "alike", sizes):
+            assert max(errors) <= TOLERANCE, (sizes, errors)
+
+
+# ----------------------------------------------------------------------------------- torch's layers
+def made(make):
+    torch.manual_seed(5)
+    return make().double()
+
+
+def attention(**options):
+    return lambda: nn.MultiheadAttention(8, 2, **{"batch_first": True} | options)
+
+
+def layer(kind=nn.TransformerEncoderLayer, **options):
+    return lambda: kind(8, 2, 16, **{"batch_first": True, "dropout": 0.0} | options)
+
+
+def one(out):
+    return out[0] if isinstance(out, tuple) else out
+
+
+def upper(n):
+    return nn.Transformer.generate_square_subsequent_mask(n, dtype=torch.float64)
+
+
+class ViT(nn.Module):
+    """Patches of a picture, a class token in front, positions, blocks, a head on the token."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch = nn.Conv2d(1, 8, 2, stride=2)
+        self.cls = nn.Parameter(torch.randn(1, 1, 8))
+        self.pos = nn.Parameter(torch.randn(1, 4 * 14 + 1, 8))
+        one_layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(one_layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, picture):
+        x = self.patch(picture).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1) + self.pos
+        x = self.blocks(x)
+        return self.head(x[:, 0]), x
+
+
+class PointTransformer(nn.Module):
+    """Points with a position code, blocks with norm first, a field out, and a global number."""
+
+    def __init__(self):
+        super().__init__()
+        self.code = nn.Linear(3, 8)
+        self.first = nn.Linear(8, 8)
+        one_layer = nn.TransformerEncoderLayer(
+            8, 2, 16, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
+        )
+        self.blocks = nn.TransformerEncoder(one_layer, 2, nn.LayerNorm(8), False)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x):
+        pos = x[:, :3]
+        pos = pos - pos.mean(0)
+        x = self.first(x) + torch.sin(self.code(pos))
+        x = self.blocks(x[None])[0]
+        return self.last(x) + x.amax(0).sum()
+
+
+MODULES = {
+    "self": (attention(), lambda m, x, y, t: m(x[None], x[None], x[None], need_weights=False)[0]),
+    "by default": (attention(), lambda m, x, y, t: m(x[None], x[None], x[None])[0]),
+    "rows first": (
+        attention(batch_first=False),
+        lambda m, x, y, t: m(x[:, None], x[:, None], x[:, None], need_weights=False)[0],
+    ),
+    "unbatched": (attention(), lambda m, x, y, t: m(x, x, x, need_weights=False)[0]),
+    "weights": (attention(), lambda m, x, y, t: m(x[None], y[None], y[None])[1]),
+    "weights of heads": (
+        attention(bias=False),
+        lambda m, x, y, t: m(x, y, y, average_attn_weights=False)[1],
+    ),
+    "weights of tokens": (attention(), lambda m, x, y, t: m(t[None], x[None], x[None])[1]),
+    "weights of points": (attention(), lambda m, x, y, t: m(x[None], t[None], t[None])[1]),
+    "cross": (attention(), lambda m, x, y, t: m(x, y, y, need_weights=False)[0]),
+    "other widths": (
+        attention(kdim=4, vdim=3),
+        lambda m, x, y, t: m(x, y[:, :4], y[:, 4:7], need_weights=False)[0],
+    ),
+    "causal": (
+        attention(),
+        lambda m, x, y, t: m(x, x, x, need_weights=False, attn_mask=upper(N), is_causal=True)[0],
+    ),
+    "causal by mask": (attention(), lambda m, x, y, t: m(x, x, x, attn_mask=upper(N))[0]),
+    "padding": (
+        attention(),
+        lambda m, x, y, t: m(x, y, y, (torch.arange(M) % 3 == 1), need_weights=False)[0],
+    ),
+    "padding of data": (
+        attention(),
+        lambda m, x, y, t: m(x[None], y[None], y[None], (y[:, 0] > 0)[None], False)[0],
+    ),
+    "both masks": (
+        attention(),
+        lambda m, x, y, t: m(x, y, y, draw(M), attn_mask=draw(2, N, M))[0],
+    ),
+    "tokens to points": (attention(), lambda m, x, y, t: m(t[None], x[None], x[None])[0]),
+    "points to tokens": (attention(), lambda m, x, y, t: m(x, t, t, need_weights=False)[0]),
+    "perceiver": (
+        lambda: nn.ModuleList([attention()(), attention()(), nn.LayerNorm(8)]),
+        lambda m, x, y, t: m[1](x, *[m[2](m[0](t, x, x, need_weights=False)[0])] * 2)[0],
+    ),
+    "samples": (
+        lambda: nn.MultiheadAttention(2, 1, batch_first=True),
+        lambda m, x, y, t: m(*[x.unflatten(1, (4, 2))] * 3, need_weights=False)[0],
+    ),
+    "weights of samples": (
+        lambda: nn.MultiheadAttention(2, 1, batch_first=True),
+        lambda m, x, y, t: m(*[x.unflatten(1, (4, 2))] * 3)[1],
+    ),
+    "encoder layer": (layer(), lambda m, x, y, t: m(x[None])),
+    "encoder layer, norm first": (
+        layer(batch_first=False, norm_first=True),
+        lambda m, x, y, t: m(x[:, None]),
+    ),
+    "encoder": (
+        lambda: nn.TransformerEncoder(layer()(), 2, nn.LayerNorm(8)),
+        lambda m, x, y, t: m(x[None]),
+    ),
+    "causal encoder": (
+        lambda: nn.TransformerEncoder(layer()(), 2),
+        lambda m, x, y, t: m(x[None], mask=upper(N), is_causal=True),
+    ),
+    "decoder layer": (
+        layer(nn.TransformerDecoderLayer),
+        lambda m, x, y, t: m(x[None], y[None], tgt_mask=upper(N), tgt_is_causal=True),
+    ),
+    "decoder of tokens": (
+        lambda: nn.TransformerDecoder(layer(nn.TransformerDecoderLayer)(), 2),
+        lambda m, x, y, t: m(t[None], x[None]),
+    ),
+    "nn.Transformer": (
+        lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True),
+        lambda m, x, y, t: m(y[None], x[None]),
+    ),
+    "point transformer": (PointTransformer, lambda m, x, y, t: m(x)),
+}
+
+
+def modules_job(name, sizes, train):
+    domain = init_domain()
+    make, forward = MODULES[name]
+    x, y, tokens = draw(N, 8), draw(M, 8, seed=1), draw(3, 8, seed=2)
+    model = made(make).train(train)
+    leaves = [t.requires_grad_() for t in (x, y, tokens)]
+    out = forward(model, *leaves)
+    coefficients = draw(*out.shape, seed=7)
+    parameters = list(model.parameters())
+    wanted = torch.autograd.grad((out * coefficients).sum(), leaves + parameters, allow_unused=True)
+    twin = made(make).train(train)
+    mine = [leaf(domain, x, sizes[0], True, 0), leaf(domain, y, sizes[1], True, 0)]
+    mine.append(leaf(domain, tokens, (), False))
+    with small_blocks():
+        got = forward(twin, *mine)
+        weighted(got, coefficients, domain).backward()
+    assert got.shape == out.shape
+    domain.average_gradients(twin)
+    found = [global_grad(domain, t) for t in mine] + [p.grad for p in twin.parameters()]
+    errors = {"output": far(whole(got), out.detach())}
+    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        a, b = (torch.zeros(()).double() if g is None else g for g in (a, b))
+        errors[i] = far(a, b)
+    return errors
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", MODULES)
+def test_layers_of_torch(ranks, name, size):
+    for sizes in SIZES[size]:
+        for train in (True, False):
+            for errors in run(ranks, size, modules_job, name, sizes, train):
+                assert max(errors.values()) <= TOLERANCE, (sizes, train, errors)
+
+
+# ----------------------------------------------------------------------------------------- dropout
+def permuted(domain, x, order, sizes):
+    """Rows of x in another order, which remember where they come from."""
+    first = sum(sizes[: domain.rank])
+    own = order[first : first + sizes[domain.rank]]
+    local = x.detach()[own].clone().requires_grad_()
+    return ShardTensor.from_local(local, Sharding(domain, sizes, own)), local
+
+
+def restored(x, order):
+    rows = x.detach().gather()
+    out = torch.empty_like(rows)
+    out[order] = rows
+    return out
+
+
+def dropped_job(sizes, need_weights, seed):
+    """Output and gradient by row in the source, of rows in some order on some ranks."""
+    domain = init_domain()
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
+    x, local = permuted(domain, draw(N, 8), order, sizes)
+    model = made(layer(dropout=0.4))
+    torch.manual_seed(3)
+    with small_blocks():
+        if need_weights is None:
+            out = model(x[None])[0]
+        else:
+            out = model.self_attn(x, x, x, need_weights=need_weights)[0]
+    (out.square().sum()).backward()
+    grad = ShardTensor.from_local(local.grad, x.sharding)
+    return restored(out, order), restored(grad, order)
+
+
+@pytest.mark.parametrize("need_weights", [None, False, True])
+def test_dropout_does_not_depend_on_the_partition(ranks, need_weights):
+    wanted = dropped_job((N,), need_weights, 0)
+    again = dropped_job((N,), need_weights, 5)
+    assert max(far(a, b) for a, b in zip(again, wanted, strict=True)) <= TOLERANCE
+    for sizes in ((3, 11), (14, 0)), ((0, 6, 8),), ((5, 0, 7, 2),):
+        for each in sizes:
+            for found in ranks[len(each)].run(dropped_job, each, need_weights, 8):
+                assert max(far(a, b) for a, b in zip(found, wanted, strict=True)) <= TOLERANCE
+
+
+def test_dropout_drops():
+    domain = init_domain()
+    x = shard(torch.ones(1, 1, 200, 4).double(), domain, (200,), dim=2)
+    out = F.scaled_dot_product_attention(x, x, x, dropout_p=0.25)
+    assert 0.9 < out.detach().mean() < 1.1
+    assert out.detach().to_local().std() > 0.01
+    assert not F.scaled_dot_product_attention(x, x, x, dropout_p=1.0).detach().any()
+
+
+# ----------------------------------------------------------------------------------------- refusals
+def refused_job(case):
+    domain = init_domain()
+    x = shard(draw(B, H, N, D), domain, (3, 11), dim=2)
+    other = shard(draw(B, H, N, D), domain, (5, 9), dim=2)
+    with pytest.raises(NoShardRule, match=REFUSED[case][0]):
+        REFUSED[case][1](x, other, domain)
+
+
+def features(x, other, domain):
+    wide = shard(draw(B, H, N, D), domain, (2, 4), dim=3)
+    F.scaled_dot_product_attention(wide, wide, wide)
+
+
+def extra(**options):
+    def call(x, other, domain):
+        rows = x.select(0, 0).select(0, 0)
+        nn.MultiheadAttention(D, 2, **options).double()(rows, rows, rows)
+
+    return call
+
+
+REFUSED = {
+    "features": ("features are sharded", features),
+    "keys and values": (
+        "keys and values are sharded differently",
+        lambda x, other, domain: F.scaled_dot_product_attention(x, x, other),
+    ),
+    "samples and rows": (
+        "do not line up",
+        lambda x, other, domain: F.scaled_dot_product_attention(
+            x, *[shard(draw(B, H, N, D), domain, (1, 1))] * 2
+        ),
+    ),
+    "mask by keys": (
+        "a mask is plain, or",
+        lambda x, other, domain: F.scaled_dot_product_attention(
+            x, x, x, attn_mask=shard(draw(N, N), domain, (3, 11), dim=1)
+        ),
+    ),
+    "mask of other rows": (
+        "a mask of 3 rows",
+        lambda x, other, domain: F.scaled_dot_product_attention(x, x, x, attn_mask=draw(3, N)),
+    ),
+    "bias_k": ("add a row to sharded keys", extra(add_bias_kv=True)),
+    "add_zero_attn": ("add a row to sharded keys", extra(add_zero_attn=True)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(ranks, case):
+    ranks[2].run(refused_job, case)
+
+
+# ------------------------------------------------------------------------------------------- masks
+def masks_job(kind, sizes):
+    """Masks that are sharded, or learned."""
+    domain = init_domain()
+    every = operands()
+    q, k, v = (x.requires_grad_() for x in every)
+    mask = {"by queries": draw(N, M) > 0, "by keys": draw(1, M), "learned": draw(H, N, M)}[kind]
+    learned = kind == "learned"
+    mask = mask.requires_grad_() if learned else mask
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    coefficients = draw(*out.shape, seed=7)
+    leaves = [q, k, v] + [mask] * learned
+    wanted = torch.autograd.grad((out * coefficients).sum(), leaves)
+    mine = [leaf(domain, x, s, True) for x, s in zip((q, k, v), sizes + sizes[1:], strict=True)]
+    if learned:
+        given_mask = leaf(domain, mask, (), False)
+    else:
+        at = 0 if kind == "by queries" else 1
+        given_mask = shard(mask, domain, sizes[at], dim=at)
+    got = F.scaled_dot_product_attention(*mine, attn_mask=given_mask)
+    weighted(got, coefficients, domain).backward()
+    errors = [far(whole(got), out.detach())]
+    mine += [given_mask] * learned
+    return errors + [far(global_grad(domain, a), b) for a, b in zip(mine, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["by queries", "by keys", "learned"])
+def test_sharded_and_learned_masks(ranks, kind):
+    for size, every in SIZES.items():
+        for sizes in every:
+            for errors in run(ranks, size, masks_job, kind, sizes):
+                assert max(errors) <= TOLERANCE, (sizes, errors)
+
+
+# -------------------------------------------------------------------------- shapes, counts, numbers
+def shapes_job(shape):
+    domain = init_domain()
+    x = draw(*shape)
+    wanted = F.scaled_dot_product_attention(x, x, x)
+    mine = shard(x, domain, (3, 11), dim=len(shape) - 2)
+    got = F.scaled_dot_product_attention(mine, mine, mine)
+    return far(got.gather(), wanted)
+
+
+@pytest.mark.parametrize("shape", [(14, 6), (2, 14, 6), (2, 3, 2, 14, 6)])
+def test_shapes(ranks, shape):
+    assert max(ranks[2].run(shapes_job, shape)) <= TOLERANCE
+
+
+def counts_job(place):
+    """Collectives of a call, forward and backward."""
+    domain = init_domain()
+    sizes = (3, 4, 0, 7)[: domain.size] if domain.size == 4 else (3, 11)
+    n = sum(sizes)
+    every = [draw(1, 2, n, 4, seed=i) for i in range(3)]
+    mine = [leaf(domain, x, sizes, s) for x, s in zip(every, PLACES[place], strict=True)]
+    with counted(domain) as traffic:
+        out = F.scaled_dot_product_attention(*mine)
+        forward = {k: c.calls for k, c in traffic.counts.items()}
+    with counted(domain) as traffic:
+        with_grad = (
+            out.sum() if type(out) is ShardTensor else domain.all_reduce(out.sum() / domain.size)
+        )
+        traffic.reset()
+        with_grad.backward()
+        backward = {k: c.calls for k, c in traffic.counts.items()}
+        backward["all_reduce"] -= 1  # that of the loss
+    return forward, {k: n for k, n in backward.items() if n}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_communication(ranks, size):
+    steps = size - 1
+    expected = {
+        "alike": ({"ring": steps}, {"ring": steps, "ring back": steps}),
+        "keys replicated": ({}, {}),
+        "queries replicated": ({"all_reduce": 2}, {"all_reduce": 1}),
+    }
+    for place, wanted in expected.items():
+        for found in ranks[size].run(counts_job, place):
+            assert found == wanted, place
+
+
+def numbers_job(dtype, sizes):
+    """Distances to float64: of torch on the whole, and ours."""
+    domain = init_domain()
+    every = [x.requires_grad_() for x in operands()]
+    coefficients = draw(B, H, N, D, seed=7)
+
+    def results(q, k, v):
+        out = F.scaled_dot_product_attention(q, k, v)
+        loss = weighted(out, coefficients.to(out.dtype), domain)
+        return [out, *torch.autograd.grad(loss, (q, k, v))]
+
+    exact = results(*every)
+    serial = results(*(x.detach().to(dtype).requires_grad_() for x in every))
+    divided = (sizes[0], sizes[1], sizes[1])
+    mine = results(
+        *(leaf(domain, x.to(dtype), s, True) for x, s in zip(every, divided, strict=True))
+    )
+    mine = [x.detach().gather().double() for x in mine]
+    return [
+        (far(a, c.detach()), far(b.detach().double(), c.detach()))
+        for a, b, c in zip(mine, serial, exact, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_single_and_half_numbers(ranks, dtype):
+    with_noise = torch.finfo(dtype).eps
+    for found in ranks[2].run(numbers_job, dtype, SIZES[2][0]):
+        for ours, theirs in found:
+            assert ours <= 2 * theirs + with_noise
