@@ -117,6 +117,7 @@ VIEWS = {
     "expand": lambda x, y, w, c, n: x.unsqueeze(1).expand(-1, 4, -1),
     "cat features": lambda x, y, w, c, n: torch.cat([x, y], dim=-1),
     "cat rows": lambda x, y, w, c, n: torch.cat([x, y, x]),
+    "cat plain rows": lambda x, y, w, c, n: torch.cat([c[None], x, w, y, w[:2]]) ** 2,
     "stack": lambda x, y, w, c, n: torch.stack([x, y], dim=1),
     "stack in front": lambda x, y, w, c, n: torch.stack([x, y]),
     "split features": lambda x, y, w, c, n: x.split(2, dim=1)[1],

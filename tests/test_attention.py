@@ -200,25 +200,6 @@ def upper(n):
     return nn.Transformer.generate_square_subsequent_mask(n, dtype=torch.float64)
 
 
-class ViT(nn.Module):
-    """Patches of a picture, a class token in front, positions, blocks, a head on the token."""
-
-    def __init__(self):
-        super().__init__()
-        self.patch = nn.Conv2d(1, 8, 2, stride=2)
-        self.cls = nn.Parameter(torch.randn(1, 1, 8))
-        self.pos = nn.Parameter(torch.randn(1, 4 * 14 + 1, 8))
-        one_layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.blocks = nn.TransformerEncoder(one_layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, picture):
-        x = self.patch(picture).flatten(2).transpose(1, 2)
-        x = torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1) + self.pos
-        x = self.blocks(x)
-        return self.head(x[:, 0]), x
-
-
 class PointTransformer(nn.Module):
     """Points with a position code, blocks with norm first, a field out, and a global number."""
 
@@ -575,3 +556,60 @@ def test_single_and_half_numbers(ranks, dtype):
     for found in ranks[2].run(numbers_job, dtype, SIZES[2][0]):
         for ours, theirs in found:
             assert ours <= 2 * theirs + with_noise
+
+
+class ViT(nn.Module):
+    """Patches of a picture, a class token in front, positions, blocks, a head on the token."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch = nn.Conv2d(1, 8, 2, stride=2)
+        self.cls = nn.Parameter(torch.randn(1, 1, 8))
+        self.pos = nn.Parameter(torch.randn(1, 7 * 3 + 1, 8))
+        one_layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(one_layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, picture):
+        x = self.patch(picture).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], dim=1) + self.pos
+        x = self.blocks(x)
+        return self.head(x[:, 0]).square().sum() + x[:, 1:].square().mean()
+
+
+def vit_job(sizes):
+    """Three steps of training, on a picture whose rows are divided."""
+    domain = init_domain()
+    picture = draw(2, 1, 14, 6)
+    errors = {}
+    models = made(ViT), made(ViT)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
+    mine = shard(picture, domain, sizes, dim=2)
+    for step in range(3):
+        losses = [m(x) for m, x in zip(models, (picture, mine), strict=True)]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        domain.average_gradients(models[1])
+        errors["loss", step] = far(losses[1].detach(), losses[0].detach())
+        for (name, p), q in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+            errors[name, step] = far(p.grad, q.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    return errors
+
+
+@pytest.mark.parametrize("sizes", [(14,), (4, 10), (14, 0), (0, 6, 2, 6)])
+def test_a_vision_transformer(ranks, sizes):
+    for errors in run(ranks, len(sizes), vit_job, sizes):
+        assert max(errors.values()) <= TOLERANCE, errors
+
+
+def uneven_patches_job():
+    domain = init_domain()
+    with pytest.raises(NoShardRule, match="multiples of it"):
+        made(ViT)(shard(draw(2, 1, 14, 6), domain, (3, 11), dim=2))
+
+
+def test_patches_that_two_ranks_share_are_refused(ranks):
+    ranks[2].run(uneven_patches_job)

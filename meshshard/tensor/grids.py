@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshshard.comm.linear import Window, apply
 from meshshard.tensor.align import native_ndim
-from meshshard.tensor.core import Rule, ShardTensor, native, refuse, wrap
+from meshshard.tensor.core import Rule, Sharding, ShardTensor, native, refuse, wrap
 
 __all__ = ["RULES"]
 
@@ -34,6 +34,9 @@ def _conv(func: Callable[..., Any], n: int) -> Rule:
         padding = [r // 2 for r in reach] if padding == "same" else padding
         padding = [0] * n if padding == "valid" else _each(padding, n)
         at = x._dim - 2
+        if x._dim >= 2 and padding[at] == 0 and stride[at] == reach[at] + 1 > 1:
+            return _patches(x, stride[at], lambda y: func(
+                y, weight, bias, stride, padding, dilation, groups))  # fmt: skip
         if x._dim < 2 or stride[at] != 1 or 2 * padding[at] != reach[at]:
             raise refuse(func, (x, weight), None, "rows need stride 1 and padding that keeps them")
         wide = _with_halo(x, padding[at])
@@ -44,6 +47,21 @@ def _conv(func: Callable[..., Any], n: int) -> Rule:
         return wrap(out, x._sharding, x._dim)
 
     return _rule
+
+
+def _patches(x: ShardTensor, each: int, conv: Callable[[Tensor], Tensor]) -> ShardTensor:
+    """Kernels side by side, as in a patch embedding: each lies on one rank."""
+    old = x._sharding
+    if any(n % each for n in old.sizes):
+        why = f"patches of {each} rows need sizes that are multiples of it: redistribute first"
+        raise refuse("conv", (x,), None, why)
+    sizes = [n // each for n in old.sizes]
+    with native():
+        own = x.view_as(x)
+        if not old.own:  # a kernel must fit, though nothing comes of it
+            own = F.pad(own.movedim(x._dim, -1), (0, each)).movedim(-1, x._dim)
+        out = conv(own).narrow(x._dim, 0, sizes[old.domain.rank])
+    return wrap(out, Sharding(old.domain, sizes), x._dim)
 
 
 def _with_halo(x: ShardTensor, reach: int) -> Tensor:

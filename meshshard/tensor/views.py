@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from meshshard.comm import Domain
 from meshshard.tensor.align import alike, dim_of, native_ndim, own_rows, shape_of
 from meshshard.tensor.core import (
     Rule,
@@ -223,23 +224,49 @@ def _part(x: Tensor, first: ShardTensor) -> Tensor:
     return own_rows(x, first._sharding, first._dim)
 
 
-def _cat_rows(tensors: Sequence[Tensor], dim: int) -> ShardTensor:
+def _cat_rows(tensors: Sequence[Tensor], dim: int) -> Any:
     """Rows of all tensors, one tensor after the other, evenly spread as they were.
 
-    Rows move, so that the result is in the order that torch.cat has.
+    Rows move, so that the result is in the order that torch.cat has. Plain rows, as a class token
+    in front of points, stay whole on one rank.
     """
-    if not all(type(x) is ShardTensor and x._dim == dim for x in tensors):
-        raise refuse(torch.cat, (tensors,), None, "plain rows join sharded ones; shard them first")
-    old = [x._sharding for x in tensors]  # type: ignore[attr-defined]
+    first = sharded(tensors)[0]
+    if any(x._dim != dim for x in sharded(tensors)):
+        raise refuse(torch.cat, (tensors,), None, "sharded along different dims")
+    tensors = _with_plain_rows(tensors, first._sharding.domain, dim)
+    old = [x._sharding for x in sharded(tensors)]
     domain = old[0].domain
     sizes = [sum(s.sizes[r] for s in old) for r in range(domain.size)]
-    parts, start = [], 0
-    for x, s in zip(tensors, old, strict=True):
+    known = any(s.origin is not None for s in old)
+    parts, origins, start = [], [], 0
+    for x, s in zip(sharded(tensors), old, strict=True):
         wanted = rows_between(sizes, start, start + s.total)
-        rows = domain.redistribute(x.to_local().movedim(dim, 0), s.sizes, wanted)  # type: ignore[attr-defined]
+        rows = domain.redistribute(x.to_local().movedim(dim, 0), s.sizes, wanted)
         parts.append(rows.movedim(0, dim))
+        if known:
+            origins.append(domain.redistribute(_source(s) + start, s.sizes, wanted))
         start += s.total
-    return wrap(torch.cat(parts, dim), Sharding(domain, sizes), dim)
+    origin = torch.cat(origins) if known else None
+    return wrap(torch.cat(parts, dim), Sharding(domain, sizes, origin), dim)
+
+
+def _with_plain_rows(tensors: Sequence[Tensor], domain: Domain, dim: int) -> list[Tensor]:
+    """Plain tensors as rows of the first rank where they come first, else of the last."""
+    out: list[Tensor] = []
+    for x in tensors:
+        if type(x) is not ShardTensor:
+            at = domain.size - 1 if sharded(out) else 0
+            sizes = [x.shape[dim] if r == at else 0 for r in range(domain.size)]
+            x = wrap(x.narrow(dim, 0, sizes[domain.rank]), Sharding(domain, sizes), dim)
+        out.append(x)
+    return out
+
+
+def _source(sharding: Sharding) -> Tensor:
+    """Row in the source of own rows."""
+    if sharding.origin is not None:
+        return sharding.origin
+    return torch.arange(sharding.own) + sharding.first
 
 
 def rows_between(sizes: Sequence[int], first: int, last: int) -> list[int]:
