@@ -3,4 +3,30 @@
 They take ShardTensors, or plain tensors, and give back the same kind. Each says what it sends.
 """
 
-__all__: list[str] = []
+from meshshard.nn.attention import Bottleneck
+from meshshard.nn.grid import Box, grid_from_points, points_from_grid
+from meshshard.nn.pool import (
+    AttentionPool,
+    attention_pool,
+    farthest_points,
+    global_add_pool,
+    global_max_pool,
+    global_mean_pool,
+    mask_of,
+    random_points,
+)
+
+__all__ = [
+    "AttentionPool",
+    "Bottleneck",
+    "Box",
+    "attention_pool",
+    "farthest_points",
+    "global_add_pool",
+    "global_max_pool",
+    "global_mean_pool",
+    "grid_from_points",
+    "mask_of",
+    "points_from_grid",
+    "random_points",
+]

@@ -1,0 +1,129 @@
+"""Points to a regular grid and back, by multilinear weights; exact gradients on both ways.
+
+The grid is whole on every rank: what a mesh of millions of points is pooled to, for a spectral or
+convolutional model, is small. Points are sharded or plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshshard.comm import Domain
+from meshshard.errors import MeshshardError
+from meshshard.tensor import ShardTensor
+from meshshard.tensor.align import alike
+from meshshard.tensor.core import wrap
+
+__all__ = ["Box", "grid_from_points", "points_from_grid"]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A regular grid: nodes on the corners of its cells, the first and last on the box itself.
+
+    Attributes:
+        low: least coordinate in each dim.
+        high: largest coordinate in each dim.
+        shape: nodes in each dim, 2 at least.
+    """
+
+    low: Sequence[float]
+    high: Sequence[float]
+    shape: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if not len(self.low) == len(self.high) == len(self.shape) or min(self.shape) < 2:
+            raise MeshshardError(f"{self}: one number a dim each, and two nodes at least")
+        if any(a >= b for a, b in zip(self.low, self.high, strict=True)):
+            raise MeshshardError(f"{self}: low must be below high")
+
+    def corners(self, pos: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The nodes (n,) around each point with weights (n,), corner by corner of its cell.
+
+        Points outside of the box count as the nearest on its surface.
+        """
+        if pos.ndim != 2 or pos.shape[1] != len(self.shape):
+            raise MeshshardError(f"points {tuple(pos.shape)} in a grid of {len(self.shape)} dims")
+        low, high, nodes = (pos.new_tensor(list(x)) for x in (self.low, self.high, self.shape))
+        place = (pos - low) / (high - low) * (nodes - 1)
+        place = torch.minimum(place.clamp_min(0), nodes - 1)
+        cell = torch.minimum(place.detach().floor(), nodes - 2)
+        part = place - cell
+        cell = cell.long()
+        for corner in product((0, 1), repeat=len(self.shape)):
+            weight, node = torch.ones_like(part[:, 0]), torch.zeros_like(cell[:, 0])
+            for d, bit in enumerate(corner):
+                weight = weight * (part[:, d] if bit else 1 - part[:, d])
+                node = node * self.shape[d] + cell[:, d] + bit
+            yield node, weight
+
+
+def points_from_grid(grid: Tensor, pos: Any, box: Box) -> Any:
+    """Values of a grid at points, multilinear between its nodes (F.grid_sample, corners aligned).
+
+    Args:
+        grid: (*box.shape, channels), plain: replicated.
+        pos: (n, dims) coordinates, sharded by rows or plain.
+        box: where the grid lies.
+
+    Returns:
+        (n, channels), as sharded as the points.
+
+    Communication: none; the gradient of the grid is this rank's share (see `meshshard.comm`).
+    """
+    if type(grid) is ShardTensor or tuple(grid.shape[:-1]) != tuple(box.shape):
+        raise MeshshardError(
+            f"points_from_grid: a grid {tuple(grid.shape)} for {box}: plain, with channels last"
+        )
+    nodes = grid.reshape(-1, grid.shape[-1])
+    out = nodes.new_zeros(())
+    for node, weight in box.corners(_local(pos)):
+        out = out + nodes[node] * weight[:, None]
+    return wrap(out, pos.sharding, 0) if type(pos) is ShardTensor else out
+
+
+def grid_from_points(x: Any, pos: Any, box: Box, mean: bool = True) -> Tensor:
+    """Rows scattered to the nodes around their points, with multilinear weights.
+
+    Args:
+        x: (n, channels), sharded by rows or plain.
+        pos: (n, dims) coordinates, alike.
+        box: where the grid lies.
+        mean: whether the sum at a node is divided by that of its weights; 0 where no point is near.
+
+    Returns:
+        (*box.shape, channels), replicated.
+
+    Communication: one all-reduce of the grid and its weights, forward and backward.
+    """
+    if type(x) is not type(pos):
+        raise MeshshardError("grid_from_points: values and points are both sharded, or both plain")
+    domain = Domain()
+    if type(x) is ShardTensor:
+        domain = alike("grid_from_points", (x, pos)).sharding.domain
+    rows, points = _local(x), _local(pos)
+    n = torch.Size(box.shape).numel()
+    sums = rows.new_zeros((n, rows.shape[1] + 1))
+    wide = torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
+    for node, weight in box.corners(points):
+        sums = sums.index_add(0, node, wide * weight[:, None])
+    sums = domain.all_reduce(sums)
+    values, weights = sums[:, :-1], sums[:, -1:]
+    if mean:
+        values = values / torch.where(weights > 0, weights, 1.0)
+    return values.reshape(*box.shape, -1)
+
+
+def _local(x: Any) -> Tensor:
+    """Own rows."""
+    if type(x) is not ShardTensor:
+        return x  # type: ignore[no-any-return]
+    if x.sharded_dim != 0:
+        raise MeshshardError(f"rows must be the first dim, they are dim {x.sharded_dim}")
+    return x.to_local()
