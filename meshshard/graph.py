@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshshard.curves import morton_order
 from meshshard.errors import MeshError
 from meshshard.facets import Matches, edges, facets, match
-from meshshard.inspection import coincident
 from meshshard.mesh import Array, Mesh
+from meshshard.neighbours import Cloud, finite, rank_in_row
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
-    from scipy.spatial import cKDTree
 
 __all__ = ["Graph", "cell_graph", "cuthill_mckee", "knn_graph", "point_graph", "radius_graph"]
 
-QUERY = 1 << 16  # points asked for at once: bounds the memory of neighbour tables
+BLOCK = 1 << 16  # ids renumbered at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +70,8 @@ class Graph:
         place[origin] = np.arange(n, dtype=place.dtype)
         rows = scipy_rows(self.indptr, self.indices)[origin]
         sources = rows.indices.astype(self.indices.dtype, copy=False)
-        for first in range(0, len(sources), QUERY):  # in place: no second array of all edges
-            block = sources[first : first + QUERY]
+        for first in range(0, len(sources), BLOCK):  # in place: no second array of all edges
+            block = sources[first : first + BLOCK]
             block[:] = place[block]
         return Graph(
             rows.indptr.astype(np.int64, copy=False),
@@ -167,18 +164,11 @@ def knn_graph(points: Array, k: int) -> Graph:
         A directed graph; rows are ordered by (distance, id). A point is never its own neighbour,
         points at the same place are.
     """
-    points = _finite(points)
+    points = finite(points)
     n, k = len(points), min(k, len(points) - 1)
     if k < 1:
         return Graph(np.zeros(n + 1, np.int64), np.zeros(0, np.int32), symmetric=n < 2)
-    order, crowd = _thinned(points, k)
-    tree = _tree(points[order])
-    nearest = np.empty((n, k), np.int32 if n < 2**31 else np.int64)
-    for first in range(0, len(order), QUERY):
-        rows = order[first : first + QUERY]
-        nearest[rows] = _nearest(points, rows, k, order, tree)
-    if len(crowd):
-        nearest[crowd] = _nearest_at_one_place(points, crowd, k)
+    nearest, _ = Cloud(points, k).nearest(k)
     return Graph(np.arange(0, n * k + 1, k, dtype=np.int64), nearest.ravel())
 
 
@@ -190,28 +180,22 @@ def radius_graph(points: Array, radius: float, max_neighbours: int | None = None
     Raises:
         MeshError: the edges would not fit into 2^31; take a smaller radius or a limit.
     """
-    points = _finite(points)
+    points = finite(points)
     n = len(points)
-    order = morton_order(points[:, :3])
-    tree = _tree(points[order])
-    reach = radius * (1 + 1e-12)
-    counts = np.asarray(tree.query_ball_point(points, reach, return_length=True))
-    total = int(np.minimum(counts - 1, max_neighbours or n).sum())
+    cloud = Cloud(points)
+    total = int(np.minimum(cloud.count(radius) - 1, max_neighbours or n).sum())
     if total >= 2**31:
         raise MeshError(
             f"radius {radius:g} gives {total} edges; take a smaller radius or max_neighbours"
         )
-    kept: list[Array] = [np.zeros(0, np.int64)]
+    kept: list[Array] = [np.zeros(0, np.int32 if n < 2**31 else np.int64)]
     degree = np.zeros(n, np.int64)
-    for first, last in _runs_of_at_most(counts, 1 << 22):
-        rows = np.arange(first, last)
-        to, distance, at = _ball(points, rows, reach, order, tree)
-        keep = (distance <= radius**2) & (rank_in_row(at) < (max_neighbours or n))
+    for at, to, _ in cloud.ball(radius):
+        keep = rank_in_row(at) < (max_neighbours or n)
         kept.append(to[keep])
-        degree[first:last] = np.bincount(at[keep], minlength=last - first)
+        degree += np.bincount(at[keep], minlength=n)
     indptr = np.concatenate([[0], np.cumsum(degree)])
-    indices = np.concatenate(kept).astype(np.int32 if n < 2**31 else np.int64)
-    return Graph(indptr, indices, symmetric=max_neighbours is None)
+    return Graph(indptr, np.concatenate(kept), symmetric=max_neighbours is None)
 
 
 def cuthill_mckee(graph: Graph) -> Array:
@@ -226,123 +210,6 @@ def cuthill_mckee(graph: Graph) -> Array:
     place = np.empty(n, np.int64)
     place[reverse_cuthill_mckee(matrix, symmetric_mode=True)] = np.arange(n)
     return place
-
-
-def rank_in_row(rows: Array) -> Array:
-    """Position of each entry within its run of equal values in `rows` (sorted)."""
-    new = np.ones(len(rows), bool)
-    new[1:] = rows[1:] != rows[:-1]
-    start = np.flatnonzero(new)
-    return np.asarray(np.arange(len(rows)) - np.repeat(start, np.diff(np.append(start, len(rows)))))
-
-
-def _finite(points: Array) -> Array:
-    points = np.asarray(points, np.float64)
-    bad = np.flatnonzero(~np.isfinite(points).all(axis=1))
-    if len(bad):
-        raise MeshError(f"{len(bad)} points are not finite: ids {bad[:5].tolist()}; remove them")
-    return points
-
-
-def _tree(points: Array) -> cKDTree:
-    from scipy.spatial import cKDTree
-
-    return cKDTree(points)
-
-
-def _thinned(points: Array, k: int) -> tuple[Array, Array]:
-    """Points along a Z-curve (near in space is near in memory), and those that nobody needs.
-
-    Nobody hears a point with more than k of lower id at its place; a tree full of such points
-    would be one leaf.
-    """
-    order = morton_order(points[:, :3])
-    along = points[order]
-    place = np.zeros(len(order), np.int64)
-    np.cumsum((along[1:] != along[:-1]).any(axis=1), out=place[1:])
-    crowd = rank_in_row(place) > k
-    return order[~crowd], order[crowd]
-
-
-def _nearest(points: Array, rows: Array, k: int, order: Array, tree: cKDTree) -> Array:
-    """(len(rows), k) ids of the nearest others, by distance, then id.
-
-    The tree is asked for two more than k: itself, and one that shows whether the k-th is tied.
-    Where it is, everything within that distance is fetched and ordered.
-    """
-    asked = min(k + 2, len(order))
-    _, found = tree.query(points[rows], asked)
-    to = order[found]
-    distance = _square(points[rows][:, None] - points[to])
-    distance[to == rows[:, None]] = -1.0  # itself comes first, wherever the tree put it
-    by = np.lexsort((to, distance))
-    to, distance = np.take_along_axis(to, by, 1), np.take_along_axis(distance, by, 1)
-    tied = np.flatnonzero(distance[:, -1] <= distance[:, k] * (1 + 1e-12))
-    if asked == len(order):
-        tied = tied[:0]
-    out = to[:, 1 : k + 1]
-    here = distance[tied, k] == 0
-    if here.any():
-        out[tied[here]] = _nearest_at_one_place(points, rows[tied[here]], k)
-    tied = tied[~here]
-    for some in np.array_split(tied, max(1, len(tied) * k // (1 << 16))):
-        if len(some):
-            out[some] = _nearest_among_ties(points, rows[some], k, order, tree)
-    return out
-
-
-def _nearest_at_one_place(points: Array, rows: Array, k: int) -> Array:
-    """As `_nearest`, of points with k others at the same place: the lowest ids of these."""
-    first = coincident(points)
-    members = np.argsort(first, kind="stable")  # the ids of each place, ascending
-    start = np.searchsorted(first[members], first[rows])
-    lowest = members[start[:, None] + np.arange(k + 1)]
-    # Whoever is among the k + 1 lowest ids of its place leaves itself out.
-    others = lowest != rows[:, None]
-    others[others.all(axis=1), k] = False
-    return np.asarray(lowest[others].reshape(len(rows), k))
-
-
-def _nearest_among_ties(points: Array, rows: Array, k: int, order: Array, tree: cKDTree) -> Array:
-    """As `_nearest`, from all points at most as far as the k-th."""
-    reach = np.asarray(tree.query(points[rows], [k + 1])[0]).reshape(-1)
-    to, _, at = _ball(points, rows, reach * (1 + 1e-12), order, tree)
-    return to[rank_in_row(at) < k].reshape(len(rows), k)
-
-
-def _ball(
-    points: Array, rows: Array, reach: Array | float, order: Array, tree: cKDTree
-) -> tuple[Array, Array, Array]:
-    """All others within `reach`: ids, squared distances, and the place in `rows` they belong to.
-
-    Sorted by place, distance, id.
-    """
-    found: Any = tree.query_ball_point(points[rows], reach)
-    at = np.repeat(np.arange(len(rows)), [len(f) for f in found])
-    to = order[np.concatenate([np.zeros(0, np.int64), *found]).astype(np.int64)]
-    other = to != rows[at]
-    to, at = to[other], at[other]
-    distance = _square(points[rows[at]] - points[to])
-    by = np.lexsort((to, distance, at))
-    return to[by], distance[by], at[by]
-
-
-def _square(difference: Array) -> Array:
-    """Squared length along the last axis, summed in a fixed order."""
-    total = np.zeros(difference.shape[:-1])
-    for axis in range(difference.shape[-1]):
-        total += difference[..., axis] ** 2
-    return total
-
-
-def _runs_of_at_most(counts: Array, most: int) -> list[tuple[int, int]]:
-    """Cut rows into runs whose counts sum to about `most`."""
-    if not len(counts):
-        return []
-    block = np.cumsum(counts) // most
-    cuts = np.flatnonzero(np.diff(block)) + 1
-    edges = [0, *cuts.tolist(), len(counts)]
-    return list(itertools.pairwise(edges))
 
 
 def _rows_of_pairs(a: Array, b: Array, n: int) -> tuple[Array, Array]:

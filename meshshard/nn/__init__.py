@@ -5,6 +5,7 @@ They take ShardTensors, or plain tensors, and give back the same kind. Each says
 
 from meshshard.nn.attention import Bottleneck
 from meshshard.nn.grid import Box, grid_from_points, points_from_grid
+from meshshard.nn.knn import ball_query, edge_vectors, grouped, knn, knn_graph, radius_graph
 from meshshard.nn.pool import (
     AttentionPool,
     attention_pool,
@@ -21,12 +22,18 @@ __all__ = [
     "Bottleneck",
     "Box",
     "attention_pool",
+    "ball_query",
+    "edge_vectors",
     "farthest_points",
     "global_add_pool",
     "global_max_pool",
     "global_mean_pool",
     "grid_from_points",
+    "grouped",
+    "knn",
+    "knn_graph",
     "mask_of",
     "points_from_grid",
+    "radius_graph",
     "random_points",
 ]

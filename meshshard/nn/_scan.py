@@ -1,0 +1,143 @@
+"""Scan: exact neighbours by looking at all points, chunk by chunk in torch, on any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshshard.mesh import Array
+from meshshard.neighbours import Pairs
+
+__all__ = ["Scan"]
+
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 28}  # distances held at once
+SPARE = 8  # candidates beyond k that rounding may have put in another order
+
+
+class Scan:
+    """Points that can be asked which of them are near: `meshshard.neighbours.Cloud` by looking.
+
+    For many coordinates, where a tree prunes nothing, and for devices that have no tree. Distances
+    come from one matrix product (|x|^2 + |y|^2 - 2 x.y), whose error is bounded; candidates are
+    compared by the same expression as everywhere, and rows that the bound leaves unclear are
+    looked at again in full.
+    """
+
+    def __init__(self, points: Tensor) -> None:
+        """Prepare (n, d) finite float64 points; answers come as numpy arrays."""
+        self._points = points
+        self._centre = points.mean(0) if len(points) else points.new_zeros(points.shape[1])
+        self._moved = points - self._centre
+        self._squares = (self._moved * self._moved).sum(1)
+
+    def nearest(
+        self, k: int, places: Array | None = None, within: float = math.inf
+    ) -> tuple[Array, Array]:
+        """As `Cloud.nearest`."""
+        there = self._points if places is None else self._put(places)
+        n, m, device = len(self._points), len(there), there.device
+        width = min(k, n - (places is None))
+        found = torch.full((m, k), -1, dtype=torch.int64, device=device)
+        reach = torch.full((m,), math.inf, dtype=torch.float64, device=device)
+        for rows in self._chunks(m) if width > 0 else []:
+            itself = rows if places is None else None
+            to, squares = self._nearest(there[rows], width, itself)
+            found[rows, :width] = torch.where(squares <= within**2, to, -1)
+            if width == k:
+                last = squares[:, -1]
+                reach[rows] = torch.where(last <= within**2, last.sqrt(), math.inf)
+        return found.cpu().numpy(), reach.cpu().numpy()
+
+    def count(self, within: float, places: Array | None = None) -> Array:
+        """As `Cloud.count`."""
+        there = self._points if places is None else self._put(places)
+        counts = [
+            (self._all(there[rows], None) <= within**2).sum(1) for rows in self._chunks(len(there))
+        ]
+        return np.asarray(torch.cat([there.new_zeros(0, dtype=torch.int64), *counts]).cpu())
+
+    def ball(self, within: float, places: Array | None = None) -> Iterator[Pairs]:
+        """As `Cloud.ball`."""
+        there = self._points if places is None else self._put(places)
+        for rows in self._chunks(len(there)):
+            squares = self._all(there[rows], rows if places is None else None)
+            pairs = torch.nonzero(squares <= within**2, as_tuple=True)
+            near = squares[pairs].cpu().numpy()
+            at, to = rows[pairs[0]].cpu().numpy(), pairs[1].cpu().numpy()
+            by = np.lexsort((to, near, at))
+            yield Pairs(at[by], to[by], near[by])
+
+    def _put(self, places: Array) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(places)).to(self._points.device)
+
+    def _chunks(self, m: int) -> list[Tensor]:
+        """Rows of the places, in runs."""
+        most = CHUNK.get(self._points.device.type, CHUNK["cpu"])
+        size = max(1, most // max(1, len(self._points)))
+        return _split(torch.arange(m, device=self._points.device), size)
+
+    def _nearest(self, places: Tensor, k: int, itself: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(m, k) rows and squared distances, by distance, then row."""
+        asked = min(k + SPARE, len(self._points))
+        moved = places - self._centre
+        length = (moved * moved).sum(1)
+        rough = torch.addmm(self._squares[None], moved, self._moved.T, alpha=-2).add_(
+            length[:, None]
+        )
+        if itself is not None:
+            rough[torch.arange(len(itself), device=rough.device), itself] = math.inf
+        close, to = rough.topk(asked, dim=1, largest=False)
+        to = to.sort(1).values
+        squares = _squared(places[:, None] - self._points[to])
+        if itself is not None:
+            squares[to == itself[:, None]] = math.inf
+        to, squares = _ordered(to, squares, k)
+        if asked < len(self._points):
+            error = 8 * (16 + places.shape[1]) * 2.0**-52 * (length + self._squares.max())
+            unclear = torch.nonzero(~(squares[:, -1] < close[:, -1] - error)).view(-1)
+            size = max(1, CHUNK["cpu"] // len(self._points))
+            for some in _split(unclear, size):
+                at = None if itself is None else itself[some]
+                to[some], squares[some] = _lowest(self._all(places[some], at), k)
+        return to, squares
+
+    def _all(self, places: Tensor, itself: Tensor | None) -> Tensor:
+        """(m, n) exact squared distances."""
+        total = places.new_zeros(len(places), len(self._points))
+        for axis in range(places.shape[1]):
+            apart = places[:, axis, None] - self._points[None, :, axis]
+            total += apart.mul_(apart)
+        if itself is not None:
+            total[torch.arange(len(itself), device=total.device), itself] = math.inf
+        return total
+
+
+def _split(rows: Tensor, size: int) -> list[Tensor]:
+    return list(torch.split(rows, size)) if len(rows) else []
+
+
+def _squared(difference: Tensor) -> Tensor:
+    """Squared length along the last axis, summed in a fixed order."""
+    total = difference.new_zeros(difference.shape[:-1])
+    for axis in range(difference.shape[-1]):
+        total += difference[..., axis] * difference[..., axis]
+    return total
+
+
+def _ordered(to: Tensor, squares: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The first k by (distance, row), of rows that ascend."""
+    squares, by = squares.sort(dim=1, stable=True)
+    return to.gather(1, by[:, :k]), squares[:, :k]
+
+
+def _lowest(squares: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k smallest of each row, ties by the lowest column."""
+    last = squares.kthvalue(k, dim=1, keepdim=True).values
+    less, tie = squares < last, squares == last
+    keep = less | (tie & (tie.cumsum(1) <= k - less.sum(1, keepdim=True)))
+    to = torch.nonzero(keep)[:, 1].view(len(squares), k)
+    return _ordered(to, squares.gather(1, to), k)

@@ -1,0 +1,237 @@
+"""Search: ids of the near rows of a sharded cloud, exact, for own places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshshard.comm import Domain
+from meshshard.errors import MeshshardError
+from meshshard.mesh import Array
+from meshshard.neighbours import Cloud, finite, squared_length
+from meshshard.nn._scan import Scan
+from meshshard.nn._voxels import Rows, fetch
+from meshshard.tensor import Sharding, ShardTensor
+from meshshard.tensor.core import refuse
+
+__all__ = ["Side", "around", "nearest", "side"]
+
+TREE_DIMS = 12  # coordinates up to which a tree beats looking at all points
+EDGE_BYTES = 48  # of one edge while a graph is made
+NOTHING = np.iinfo(np.int64).max
+
+
+class Side(NamedTuple):
+    """Points of one cloud: own rows in their order, and how all are divided."""
+
+    points: Tensor
+    sharding: Sharding
+
+    @property
+    def domain(self) -> Domain:
+        """The ranks."""
+        return self.sharding.domain
+
+    @property
+    def dims(self) -> int:
+        """Number of coordinates."""
+        return int(self.points.shape[1])
+
+
+def side(pos: Tensor, what: str) -> Side:
+    """Positions (n, d), sharded along their rows, or plain: all on one rank.
+
+    Raises:
+        NoShardRule: sharded along another dim.
+        MeshshardError: not a table of numbers.
+    """
+    if isinstance(pos, ShardTensor):
+        if pos.ndim != 2 or pos.sharded_dim != 0:
+            raise refuse(what, (pos,), None, "positions are (n, d), sharded along their rows")
+        return Side(pos.to_local().detach().to(torch.float64), pos.sharding)
+    if pos.ndim != 2:
+        raise MeshshardError(f"{what}: positions are (n, d), not {tuple(pos.shape)}")
+    points = pos.detach().to(torch.float64)
+    return Side(points, Sharding(Domain(None, pos.device), [len(pos)]))
+
+
+def nearest(x: Side, y: Side | None, k: int, within: float, what: str) -> tuple[Tensor, Tensor]:
+    """The k nearest of x for every row of y, by distance, then row in the source.
+
+    Args:
+        x: the points.
+        y: the places; those of x if None, none its own neighbour.
+        k: how many.
+        within: the largest distance that counts.
+        what: who asks, for errors.
+
+    Returns:
+        (own edges,) ids of the neighbours; (own rows of y + 1,) where those of each row begin.
+    """
+    places, mine, order = _prepared(x, y, what)
+    k = max(0, min(k, x.sharding.total - (y is None)))
+    _afford(x, len(places) * k, what)
+    ids = _nearest(x, mine, None if y is None else places, k, within)
+    if y is None:
+        ids = _back(ids, order)
+    found = ids >= 0
+    starts = np.append(0, np.cumsum(found.sum(1)))
+    return _tensors(x, ids[found], starts)
+
+
+def around(
+    x: Side, y: Side | None, reach: float, max_edges: int | None, what: str
+) -> tuple[Tensor, Tensor]:
+    """All of x within a distance of every row of y, ordered and returned as by `nearest`.
+
+    Raises:
+        DomainError: more edges than may be, or than memory can hold; before they are made.
+    """
+    places, mine, order = _prepared(x, y, what)
+    own = None if y is None else places
+    clouds = [(_cloud(x, mine.points, None), mine, np.arange(len(places)))]
+    at = mine.points if y is None else places
+    if x.domain.size > 1 and x.sharding.total:
+        ghosts = fetch(x.domain, mine, at, np.full(len(at), float(reach)), None)
+        clouds.append((_cloud(x, ghosts.rows.points, None), ghosts.rows, ghosts.places))
+    count = int(clouds[0][0].count(reach, own).sum()) - (len(places) if y is None else 0)
+    count += sum(int(c.count(reach, at[rows]).sum()) for c, _, rows in clouds[1:])
+    _afford(x, count, what, max_edges)
+    parts = [(*pairs, mine) for pairs in clouds[0][0].ball(reach, own)]
+    for cloud, rows, asked in clouds[1:]:
+        parts += [(asked[p.at], p.to, p.squares, rows) for p in cloud.ball(reach, at[asked])]
+    where = np.concatenate([np.zeros(0, np.int64), *(a for a, _, _, _ in parts)])
+    to = np.concatenate([np.zeros(0, np.int64), *(r.ids[t] for _, t, _, r in parts)])
+    name = np.concatenate([np.zeros(0, np.int64), *(r.names[t] for _, t, _, r in parts)])
+    squares = np.concatenate([np.zeros(0), *(s for _, _, s, _ in parts)])
+    if y is None:
+        where = order[where]
+    by = np.lexsort((name, squares, where))
+    starts = np.append(0, np.cumsum(np.bincount(where, minlength=len(places))))
+    return _tensors(x, to[by], starts)
+
+
+def _prepared(x: Side, y: Side | None, what: str) -> tuple[Array, Rows, Array]:
+    """Places, own points by name, and the row that each of these has; or an error on all ranks."""
+    _match(x, y, what)
+
+    def _check() -> tuple[Array, Array]:
+        points = _finite(x, "x" if y else "points")
+        return points, points if y is None else _finite(y, "y")
+
+    points, places = x.domain.together(_check, what)
+    ids = np.arange(len(points)) + x.sharding.first
+    origin = x.sharding.origin
+    names = ids if origin is None else origin.cpu().numpy()
+    order = np.arange(len(points))
+    if (names[1:] < names[:-1]).any():
+        order = np.argsort(names, kind="stable")
+    return places, Rows(points[order], names[order], ids[order]), order
+
+
+def _match(x: Side, y: Side | None, what: str) -> None:
+    """Conditions that all ranks see alike."""
+    if y is None:
+        return
+    if x.domain.group != y.domain.group:
+        raise MeshshardError(f"{what}: two domains meet; shard both clouds over one")
+    if x.dims != y.dims:
+        raise MeshshardError(f"{what}: {x.dims} coordinates meet {y.dims}")
+
+
+def _finite(one: Side, name: str) -> Array:
+    points = np.ascontiguousarray(one.points.cpu().numpy())
+    try:
+        return finite(points)
+    except MeshshardError as error:
+        raise MeshshardError(f"{name}, own rows: {error}") from None
+
+
+def _afford(x: Side, edges: int, what: str, most: int | None = None) -> None:
+    """Refuse edges that there is no memory for, on all ranks.
+
+    Communication: two gathers of objects.
+    """
+    total = sum(x.domain.share(edges))
+
+    def _check() -> None:
+        size, free = edges * EDGE_BYTES, _free(x.domain.device)
+        if most is not None and total > most:
+            raise MeshshardError(f"{total:,} edges, at most {most:,} are allowed")
+        if size > free:
+            raise MeshshardError(
+                f"{total:,} edges, {edges:,} of them here, need {size:,} bytes and {free:,} are "
+                "free; take a smaller radius or k, or more ranks"
+            )
+
+    x.domain.together(_check, what)
+
+
+def _free(device: torch.device) -> int:
+    """Bytes of memory that a device has left."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = [line for line in lines if line.startswith("MemAvailable")]
+        return int(found[0].split()[1]) * 1024
+    except (OSError, IndexError):
+        return NOTHING
+
+
+def _cloud(x: Side, points: Array, most: int | None) -> Cloud | Scan:
+    """The points in the form that is fastest to ask; chosen alike on all ranks."""
+    if x.domain.device.type == "cpu" and x.dims <= TREE_DIMS:
+        return Cloud(points, most, torch.get_num_threads())
+    return Scan(torch.from_numpy(points).to(x.domain.device))
+
+
+def _nearest(x: Side, mine: Rows, places: Array | None, k: int, within: float) -> Array:
+    """(n, k) ids, -1 where there are fewer, of own points by name or of places in their order."""
+    at = mine.points if places is None else places
+    found, reach = _cloud(x, mine.points, k).nearest(k, places, within)
+    ids = np.append(mine.ids, -1)[found]
+    if x.domain.size == 1 or not x.sharding.total:
+        return ids
+    ghosts = fetch(x.domain, mine, at, np.minimum(reach, within), k)
+    if not len(ghosts.rows.ids) or not len(ghosts.places):
+        return ids
+    asked = at[ghosts.places]
+    more, _ = _cloud(x, ghosts.rows.points, k).nearest(k, asked, within)
+    tables = [
+        _table(asked, rows, to) for rows, to in ((mine, found[ghosts.places]), (ghosts.rows, more))
+    ]
+    squares, names, both = (np.concatenate(pair, axis=1) for pair in zip(*tables, strict=True))
+    by = np.lexsort((names, squares))[:, :k]
+    ids[ghosts.places] = np.take_along_axis(both, by, 1)
+    return ids
+
+
+def _table(places: Array, rows: Rows, to: Array) -> tuple[Array, Array, Array]:
+    """Squared distances, names and ids of neighbours; what is not there comes last."""
+    missing = to < 0
+    if not len(rows.ids):
+        shape = to.shape
+        return np.full(shape, np.inf), np.full(shape, NOTHING), np.full(shape, -1)
+    squares = squared_length(places[:, None] - rows.points[to])
+    squares[missing] = np.inf
+    return squares, np.where(missing, NOTHING, rows.names[to]), np.where(missing, -1, rows.ids[to])
+
+
+def _back(table: Array, order: Array) -> Array:
+    """Rows by name to their own order."""
+    out = np.empty_like(table)
+    out[order] = table
+    return out
+
+
+def _tensors(x: Side, ids: Array, starts: Array) -> tuple[Tensor, Tensor]:
+    place = x.domain.device
+    return (
+        torch.from_numpy(ids.astype(np.int64, copy=False)).to(place),
+        torch.from_numpy(starts.astype(np.int64, copy=False)).to(place),
+    )

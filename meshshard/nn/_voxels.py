@@ -1,0 +1,253 @@
+"""Voxels: which points of other ranks can be neighbours of own places, and only these, fetched.
+
+Every rank tells which cells of one coarse grid it has points in. A rank whose places reach the
+cells of another sends it small cells around these places, each with how far they look; the other
+answers with its points that lie within. What is far away is never sent, and nothing is sent twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from meshshard.comm import Domain
+from meshshard.mesh import Array
+from meshshard.neighbours import widened
+
+if TYPE_CHECKING:
+    from scipy.spatial import cKDTree
+
+__all__ = ["Ghosts", "Rows", "fetch"]
+
+BITS = 7  # of a coarse cell along an axis, at most
+CELLS = 8192  # coarse cells that a rank tells of, about
+STEP = 1.19  # between two ranges of how far places look
+FINE = 3.0  # small cells in one look
+NARROW = 2.0**-18  # of the box: nobody looks less far
+
+
+class Rows(NamedTuple):
+    """Own rows of a sharded cloud, ordered by name.
+
+    Attributes:
+        points: (n_own, d) finite float64.
+        names: (n_own,) int64 by which ties are broken, ascending: rows in the source.
+        ids: (n_own,) int64.
+    """
+
+    points: Array
+    names: Array
+    ids: Array
+
+
+class Ghosts(NamedTuple):
+    """Points of other ranks that own places need to look at.
+
+    Attributes:
+        rows: the points, ordered by name.
+        places: rows of own places that any of them may be near to.
+    """
+
+    rows: Rows
+    places: Array
+
+
+class _Grid(NamedTuple):
+    """Cells of one size over the box of all points and places, in up to three axes.
+
+    Coordinates count from the low corner of the box: far from the origin they would lose digits.
+    """
+
+    low: Array
+    size: float
+    bits: int
+
+    @property
+    def box(self) -> float:
+        """Longest side of the box."""
+        return self.size * 2.0**self.bits
+
+    @property
+    def half(self) -> float:
+        """From the centre of a cell to its corner."""
+        return self.corner(self.size)
+
+    def corner(self, size: float) -> float:
+        """From the centre of a cell of another size to its corner, with what rounding may take."""
+        return size * len(self.low) ** 0.5 / 2 + self.box * 1e-12
+
+    def moved(self, points: Array) -> Array:
+        """The axes of points, counted from the low corner."""
+        return np.asarray(points[:, : len(self.low)] - self.low)
+
+    def cells(self, points: Array) -> Array:
+        """(n,) int64 cell of every point."""
+        flat = np.zeros(len(points), np.int64)
+        for axis in range(len(self.low)):
+            cell = (points[:, axis] / self.size).astype(np.int64)
+            flat = (flat << self.bits) | np.minimum(cell, (1 << self.bits) - 1)
+        return flat
+
+    def centres(self, cells: Array) -> Array:
+        """(n, up to 3) centre of every cell."""
+        axes = len(self.low)
+        shifts = self.bits * np.arange(axes)[::-1]
+        index = (cells[:, None] >> shifts) & ((1 << self.bits) - 1)
+        return np.asarray((index + 0.5) * self.size)
+
+
+def fetch(domain: Domain, x: Rows, places: Array, reach: Array, k: int | None) -> Ghosts:
+    """Points of other ranks that can be nearer to own places than what was found here.
+
+    Args:
+        domain: the ranks.
+        x: own points.
+        places: (n, d) own places, finite float64.
+        reach: (n,) how far each looks; inf where fewer than k were found.
+        k: how many each looks for, None for all within reach.
+
+    Communication: two gathers of objects (the box; up to 8,192 cells a rank), two all-to-alls of
+    counts, one of cells, one of points.
+    """
+    grid = _grid(domain, [x.points, places])
+    points, places = grid.moved(x.points), grid.moved(places)
+    grid, cells = _told_of(grid, points)
+    mine = np.unique(cells, return_counts=True)
+    grid, told = _alike(grid, domain.share((grid.bits, *mine)))
+    if k is not None and x.points.shape[1] <= 3:
+        reach = np.minimum(reach, _bound(grid, told, places, reach, k))
+    wanted, asked = _wanted(domain, grid, told, places, reach)
+    looks = _route(domain, wanted)
+    send = [_within(grid, points, look) for look in looks]
+    packed = np.column_stack([x.points.view(np.int64), x.names, x.ids])
+    came = np.concatenate(_route(domain, [packed[rows] for rows in send]))
+    came = came[np.argsort(came[:, -2], kind="stable")]
+    theirs = np.ascontiguousarray(came[:, :-2]).view(np.float64)
+    return Ghosts(Rows(theirs, came[:, -2], came[:, -1]), asked)
+
+
+def _grid(domain: Domain, clouds: list[Array]) -> _Grid:
+    """The finest grid over everything that all ranks have."""
+    own = [(a.min(0), a.max(0)) for a in clouds if len(a)]
+    boxes = [box for boxes in domain.share(own) for box in boxes]
+    low, high = np.min([a for a, _ in boxes], 0)[:3], np.max([b for _, b in boxes], 0)[:3]
+    return _Grid(low, (float((high - low).max()) or 1.0) / (1 << BITS), BITS)
+
+
+def _told_of(grid: _Grid, points: Array) -> tuple[_Grid, Array]:
+    """The grid as coarse as this rank wants to tell of, and the cells of own points."""
+    for bits in range(BITS, 0, -1):
+        coarse = _Grid(grid.low, grid.size * 2.0 ** (BITS - bits), bits)
+        cells = coarse.cells(points)
+        if np.count_nonzero(np.bincount(cells)) <= CELLS:
+            break
+    return coarse, cells
+
+
+Told = list[tuple[Array, Array]]
+
+
+def _alike(grid: _Grid, told: list[tuple[int, Array, Array]]) -> tuple[_Grid, Told]:
+    """The coarsest grid that any rank proposes, and what all have in it."""
+    bits = min(b for b, _, _ in told)
+    grid = _Grid(grid.low, grid.size * 2.0 ** (grid.bits - bits), bits)
+    out = []
+    for finer, cells, counts in told:
+        old = _Grid(grid.low, grid.size * 2.0 ** (bits - finer), finer)
+        same, back = np.unique(grid.cells(old.centres(cells)), return_inverse=True)
+        out.append((same, np.bincount(back, counts, len(same))))
+    return grid, out
+
+
+def _bound(grid: _Grid, told: Told, places: Array, reach: Array, k: int) -> Array:
+    """How far at most the k-th other neighbour is, by the counts of coarse cells."""
+    out = np.full(len(places), np.inf)
+    poor = np.flatnonzero(reach > grid.size)
+    cells, back = np.unique(np.concatenate([c for c, _ in told]), return_inverse=True)
+    if not len(poor) or not len(cells):
+        return out
+    counts = np.bincount(back, np.concatenate([n for _, n in told]))
+    tree = _tree(grid.centres(cells))
+    width = min(k + 1, len(cells))
+    answer: Any = tree.query(places[poor], width)
+    away, near = (a.reshape(-1, width) for a in answer)
+    enough = counts[near].cumsum(1) >= k + 1  # one of them may be the place itself
+    first = away[np.arange(len(poor)), enough.argmax(1)]
+    out[poor] = np.where(enough.any(1), widened(first + grid.half), np.inf)
+    return out
+
+
+def _wanted(
+    domain: Domain, grid: _Grid, told: Told, places: Array, reach: Array
+) -> tuple[list[Array], Array]:
+    """Small cells for each rank (centre and how far they look), and the places in them."""
+    cells = grid.cells(places)
+    mine, back = np.unique(cells, return_inverse=True)
+    farthest = np.zeros(len(mine))
+    np.maximum.at(farthest, back, reach)
+    out, asked = [], np.zeros(len(places), bool)
+    for rank, (theirs, _) in enumerate(told):
+        rows = np.zeros(0, np.int64)
+        if rank != domain.rank and len(theirs) and len(mine):
+            tree = _tree(grid.centres(theirs))
+            away = tree.query(grid.centres(mine))[0]
+            rows = np.flatnonzero((away <= widened(farthest + 2 * grid.half))[back])
+            rows = rows[tree.query(places[rows])[0] <= widened(reach[rows] + grid.half)]
+        asked[rows] = True
+        out.append(_looks(grid, places[rows], reach[rows]))
+    return out, np.flatnonzero(asked)
+
+
+def _looks(grid: _Grid, places: Array, reach: Array) -> Array:
+    """(n, axes + 1) centres of small cells around places, and how far they look from there."""
+    axes = len(grid.low)
+    if np.isinf(reach).any():
+        return np.append(np.zeros(axes), np.inf)[None]
+    level = np.ceil(np.log(np.maximum(reach, grid.box * NARROW)) / np.log(STEP)).astype(np.int64)
+    out = [np.zeros((0, axes + 1))]
+    for one in np.unique(level):
+        look = STEP ** float(one)
+        size = look / FINE
+        cell = (places[level == one] / size).astype(np.int64)
+        keys = np.zeros(len(cell), np.int64)
+        for axis in range(axes):
+            keys = (keys << 21) | cell[:, axis]
+        keys = np.unique(keys)
+        index = (keys[:, None] >> (21 * np.arange(axes)[::-1])) & ((1 << 21) - 1)
+        centre = (index + 0.5) * size
+        far = np.full(len(centre), widened(look + grid.corner(size)))
+        out.append(np.column_stack([centre, far]))
+    return np.concatenate(out)
+
+
+def _within(grid: _Grid, points: Array, looks: Array) -> Array:
+    """Rows of the points that any of the looks reaches."""
+    if not len(looks) or not len(points):
+        return np.zeros(0, np.int64)
+    if np.isinf(looks[:, -1]).any():
+        return np.arange(len(points))
+    mine, back = np.unique(grid.cells(points), return_inverse=True)
+    centres = grid.centres(mine)
+    keep = np.zeros(len(points), bool)
+    for far in np.unique(looks[:, -1]):
+        tree = _tree(looks[looks[:, -1] == far, :-1])
+        near = tree.query(centres)[0] <= widened(far + grid.half)
+        rows = np.flatnonzero(near[back])
+        rows = rows[~keep[rows]]
+        keep[rows] = tree.query(points[rows], distance_upper_bound=widened(far))[0] < np.inf
+    return np.flatnonzero(keep)
+
+
+def _route(domain: Domain, parts: list[Array]) -> list[Array]:
+    """Rows for every rank, and those from every rank."""
+    rows = torch.from_numpy(np.ascontiguousarray(np.concatenate(parts))).to(domain.device)
+    came, counts = domain.route(rows, [len(p) for p in parts])
+    return np.split(came.cpu().numpy(), np.cumsum(counts)[:-1])
+
+
+def _tree(points: Array) -> cKDTree:
+    from scipy.spatial import cKDTree
+
+    return cKDTree(points, balanced_tree=False)

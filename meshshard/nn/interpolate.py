@@ -1,0 +1,60 @@
+"""Interpolation between point clouds by their nearest neighbours."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshshard.nn.knn import edge_vectors, knn, own_rows
+from meshshard.tensor import ShardGraph, ShardTensor
+from meshshard.tensor.core import wrap
+
+__all__ = ["interpolate", "knn_interpolate"]
+
+CLOSEST = 1e-16  # squared distance below which a place is the point itself, as PyG has it
+
+
+def knn_interpolate(x: Tensor, pos_x: Tensor, pos_y: Tensor, k: int = 3) -> Tensor:
+    """Features of one cloud at the places of another, from the k nearest points of each place.
+
+    The mean of the neighbours' rows, weighted by 1 / max(d^2, 1e-16) (PointNet++, Qi et al. 2017,
+    and PyG's function of this name). Differentiable in `x` and, where they ask for it, in the
+    positions, the neighbours held fixed.
+
+    Args:
+        x: (n, …) features of the points.
+        pos_x: (n, d) their positions.
+        pos_y: (m, d) places, sharded over the same domain, otherwise or alike.
+        k: neighbours of each place; all points where that is fewer.
+
+    Returns:
+        (m, …) features, sharded like `pos_y`, zero where there are no points at all.
+
+    Raises:
+        DomainError: as `knn`.
+
+    Communication: that of `knn`, and of `interpolate`.
+    """
+    return interpolate(x, pos_x, pos_y, knn(pos_x, pos_y, k))
+
+
+def interpolate(x: Tensor, pos_x: Tensor, pos_y: Tensor, graph: ShardGraph) -> Tensor:
+    """As `knn_interpolate`, over a graph that is there already: for clouds that do not move.
+
+    Communication: two exchanges (positions and features); backward one of features, one more of
+    positions that want a gradient.
+    """
+    vectors = own_rows(edge_vectors(pos_x, graph, pos_y))
+    weights = 1 / (vectors * vectors).sum(1).clamp(min=CLOSEST)
+    source = graph.local(x)[graph.indices]
+    weights = weights.to(source.dtype).view(-1, *[1] * (source.ndim - 1))
+    out = _sums(source * weights, graph) / _sums(weights, graph).clamp(min=1e-300)
+    return wrap(out, graph.nodes, 0) if isinstance(x, ShardTensor) else out
+
+
+def _sums(rows: Tensor, graph: ShardGraph) -> Tensor:
+    """Sums over the in-edges of every own row, in their order."""
+    zero = torch.zeros(
+        (graph.nodes.own, *rows.shape[1:]), dtype=rows.dtype, device=rows.device
+    )
+    return zero.index_add(0, graph.destinations, rows)
