@@ -276,3 +276,46 @@ def traffic_job():
 
 def test_what_is_sent_is_what_the_docstring_says(ranks):
     ranks[2].run(traffic_job)
+
+
+def whole_interpolation(x, pos_x, pos_y, k):
+    """PyG's formula, neighbours by looking at all points."""
+    order, _ = by_distance(pos_x.detach().numpy(), pos_y.detach().numpy(), np.arange(len(x)), False)
+    near = torch.from_numpy(order[:, :k])
+    weights = 1 / (pos_x[near] - pos_y[:, None]).square().sum(-1, keepdim=True).clamp(min=1e-16)
+    return (x[near] * weights).sum(1) / weights.sum(1)
+
+
+def interpolation_job(k, places_move):
+    domain, rng = init_domain(), np.random.default_rng(8)
+    a, b, c = rng.normal(size=(30, 5)), rng.random((30, 2)), rng.random((45, 2))
+    c[:3] = b[4:7]  # places that are points
+    whole = [
+        torch.from_numpy(v).requires_grad_(i == 0 or places_move) for i, v in enumerate((a, b, c))
+    ]
+    x, _ = placed(a, domain, rng, named=False)
+    pos_x = ShardTensor.from_local(
+        shard(whole[1].detach(), domain, x.sharding).to_local(), x.sharding
+    )
+    pos_y, _ = placed(c, domain, rng, named=False)
+    own = [x, pos_x, pos_y]
+    [t.requires_grad_(w.requires_grad) for t, w in zip(own, whole, strict=True)]
+    got, want = ms_nn.knn_interpolate(*own, k), whole_interpolation(*whole, k)
+    torch.testing.assert_close(got.gather(), want, rtol=1e-12, atol=1e-13)
+    got.square().sum().backward(), want.square().sum().backward()
+    for t, w in zip(own, whole, strict=True):
+        assert (t.grad is None) == (w.grad is None)
+        if w.grad is not None:
+            torch.testing.assert_close(t.grad.gather(), w.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("places_move", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_interpolation_has_exact_gradients(ranks, size, places_move):
+    for k in (1, 4, 99):
+        on(ranks, size, interpolation_job, k, places_move)
+
+
+def test_interpolation_from_nothing_is_zero():
+    out = ms_nn.knn_interpolate(torch.zeros(0, 2), torch.zeros(0, 3), torch.zeros(5, 3))
+    assert torch.equal(out, torch.zeros(5, 2))

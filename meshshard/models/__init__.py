@@ -1,3 +1,5 @@
 """models: complete surrogates built from `nn`; the same code serial and sharded."""
 
-__all__: list[str] = []
+from meshshard.models.dgcnn import DGCNN, DynamicEdgeConv
+
+__all__ = ["DGCNN", "DynamicEdgeConv"]

@@ -5,6 +5,7 @@ They take ShardTensors, or plain tensors, and give back the same kind. Each says
 
 from meshshard.nn.attention import Bottleneck
 from meshshard.nn.grid import Box, grid_from_points, points_from_grid
+from meshshard.nn.interpolate import knn_interpolate
 from meshshard.nn.knn import ball_query, edge_vectors, grouped, knn, knn_graph, radius_graph
 from meshshard.nn.pool import (
     AttentionPool,
@@ -32,6 +33,7 @@ __all__ = [
     "grouped",
     "knn",
     "knn_graph",
+    "knn_interpolate",
     "mask_of",
     "points_from_grid",
     "radius_graph",

@@ -7,6 +7,7 @@ answers with its points that lie within. What is far away is never sent, and not
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -76,7 +77,7 @@ class _Grid(NamedTuple):
 
     def corner(self, size: float) -> float:
         """From the centre of a cell of another size to its corner, with what rounding may take."""
-        return size * len(self.low) ** 0.5 / 2 + self.box * 1e-12
+        return size * math.sqrt(len(self.low)) / 2 + self.box * 1e-12
 
     def moved(self, points: Array) -> Array:
         """The axes of points, counted from the low corner."""

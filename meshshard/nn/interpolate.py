@@ -48,13 +48,12 @@ def interpolate(x: Tensor, pos_x: Tensor, pos_y: Tensor, graph: ShardGraph) -> T
     weights = 1 / (vectors * vectors).sum(1).clamp(min=CLOSEST)
     source = graph.local(x)[graph.indices]
     weights = weights.to(source.dtype).view(-1, *[1] * (source.ndim - 1))
-    out = _sums(source * weights, graph) / _sums(weights, graph).clamp(min=1e-300)
+    least = torch.finfo(weights.dtype).tiny  # of a place without neighbours
+    out = _sums(source * weights, graph) / _sums(weights, graph).clamp(min=least)
     return wrap(out, graph.nodes, 0) if isinstance(x, ShardTensor) else out
 
 
 def _sums(rows: Tensor, graph: ShardGraph) -> Tensor:
     """Sums over the in-edges of every own row, in their order."""
-    zero = torch.zeros(
-        (graph.nodes.own, *rows.shape[1:]), dtype=rows.dtype, device=rows.device
-    )
+    zero = torch.zeros((graph.nodes.own, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
     return zero.index_add(0, graph.destinations, rows)

@@ -1,0 +1,138 @@
+"""DGCNN: edge convolutions over neighbours that are found anew in feature space at each layer."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from meshshard.errors import MeshshardError
+from meshshard.nn import knn_graph
+from meshshard.tensor import ShardGraph, ShardTensor
+from meshshard.tensor.core import wrap
+
+__all__ = ["DGCNN", "DynamicEdgeConv"]
+
+NORMS: dict[str, type[nn.Module]] = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
+
+
+class DynamicEdgeConv(nn.Module):
+    """The edge convolution of Wang et al. 2019, over the k nearest rows in feature space.
+
+    x'_i = max over neighbours j of h([x_i, x_j - x_i]), the row itself among its neighbours, as in
+    PyG's layer of this name (which needs compiled extras). A maximum that several edges reach
+    shares its gradient among them. Which rows are near is found in float64 and has no gradient.
+    """
+
+    def __init__(self, h: nn.Module, k: int) -> None:
+        """A layer.
+
+        Args:
+            h: maps (n_edges, 2 C) to (n_edges, C'); it sees all edges as one sharded tensor, so
+                norms and dropout in it are those of the whole graph.
+            k: neighbours of each row.
+        """
+        super().__init__()
+        self.h, self.k = h, k
+
+    def forward(self, x: Tensor, graph: ShardGraph | None = None) -> Tensor:
+        """New features of every row.
+
+        Args:
+            x: (n, C) features, sharded along their rows, or plain.
+            graph: take these in-edges instead of the k nearest; a row without any becomes zero.
+
+        Returns:
+            (n, C') features.
+
+        Communication: that of `knn_graph`, where there is no graph; one exchange of features
+        forward and backward; and that of `h`.
+        """
+        graph = knn_graph(x, self.k, loop=True) if graph is None else graph
+        local = graph.local(x)
+        ends = local[: graph.nodes.own][graph.destinations]
+        pairs = torch.cat([ends, local[graph.indices] - ends], dim=1)
+        if not isinstance(x, ShardTensor):
+            return largest(self.h(pairs), graph)
+        messages = self.h(wrap(pairs, graph.edges, 0))
+        return wrap(largest(messages.to_local(), graph), graph.nodes, 0)
+
+    def extra_repr(self) -> str:
+        """What print shows."""
+        return f"k={self.k}"
+
+
+def largest(messages: Tensor, graph: ShardGraph) -> Tensor:
+    """The maximum over the in-edges of every own row; ties share the gradient, none are zero."""
+    zero = messages.new_zeros(graph.nodes.own, messages.shape[1])
+    to = graph.destinations[:, None].expand_as(messages)
+    return zero.scatter_reduce(0, to, messages, "amax", include_self=False)
+
+
+class DGCNN(nn.Module):
+    """Dynamic graph CNN, one output a point (Wang et al. 2019, after PyG's segmentation example).
+
+    Edge convolutions of width `hidden`, their outputs side by side through an MLP. The same model
+    on a sharded cloud and on a whole one.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        k: int = 20,
+        hidden: int = 64,
+        layers: int = 3,
+        norm: str | None = "batch",
+        dropout: float = 0.0,
+    ) -> None:
+        """A model.
+
+        Args:
+            inputs: features of a point, its coordinates among them.
+            outputs: numbers for each point.
+            k: neighbours, the point itself among them.
+            hidden: width of an edge convolution.
+            layers: how many of them.
+            norm: "batch" as in the paper (over all edges of all ranks), "layer", or None.
+            dropout: of the head.
+        """
+        super().__init__()
+        if norm is not None and norm not in NORMS:
+            raise MeshshardError(f"DGCNN: norm {norm!r} is unknown: {', '.join(NORMS)} or None")
+        widths = [inputs] + [hidden] * layers
+        self.k = k
+        self.convs = nn.ModuleList(
+            DynamicEdgeConv(_mlp([2 * a, b, b], norm), k) for a, b in pairwise(widths)
+        )
+        head = _mlp([hidden * layers, 4 * hidden, 2 * hidden], norm)
+        self.head = nn.Sequential(*head, nn.Dropout(dropout), nn.Linear(2 * hidden, outputs))
+
+    def forward(self, x: Tensor, pos: Tensor | None = None) -> Tensor:
+        """Predict.
+
+        Args:
+            x: (n, inputs) features, sharded along their rows, or plain.
+            pos: (n, d) coordinates in which the first layer looks for neighbours, else in `x`.
+
+        Returns:
+            (n, outputs), as sharded as `x`.
+
+        Communication: that of each edge convolution, and of the norms: two all-reduces each,
+        forward and backward, where it is "batch".
+        """
+        graph = None if pos is None else knn_graph(pos, self.k, loop=True)
+        features = [self.convs[0](x, graph)]
+        for conv in self.convs[1:]:
+            features.append(conv(features[-1]))
+        out: Tensor = self.head(torch.cat(features, dim=1))
+        return out
+
+
+def _mlp(widths: list[int], norm: str | None) -> nn.Sequential:
+    """Linear layers, each with ReLU and norm, as PyG's example has them."""
+    layers: list[nn.Module] = []
+    for a, b in pairwise(widths):
+        layers += [nn.Linear(a, b), *([NORMS[norm](b)] if norm else []), nn.ReLU()]
+    return nn.Sequential(*layers)
