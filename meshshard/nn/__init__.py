@@ -4,6 +4,7 @@ They take ShardTensors, or plain tensors, and give back the same kind. Each says
 """
 
 from meshshard.nn.attention import Bottleneck
+from meshshard.nn.convert import convert
 from meshshard.nn.grid import Box, grid_from_points, points_from_grid
 from meshshard.nn.interpolate import knn_interpolate
 from meshshard.nn.knn import ball_query, edge_vectors, grouped, knn, knn_graph, radius_graph
@@ -24,6 +25,7 @@ __all__ = [
     "Box",
     "attention_pool",
     "ball_query",
+    "convert",
     "edge_vectors",
     "farthest_points",
     "global_add_pool",

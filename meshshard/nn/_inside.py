@@ -1,0 +1,167 @@
+"""Inside: what is true while a plain convolution runs on the rings of a shard.
+
+Halo rows are refreshed before each further propagate. Draws are keyed by the edge or the row in the
+source, and norms over rows see own rows of all ranks, so that neither depends on the partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from meshshard.comm import Domain
+from meshshard.nn._rings import Rings, padded
+from meshshard.tensor.core import Sharding, ShardTensor, native, refuse, wrap
+
+__all__ = ["RUNNING", "Inside", "own_rows"]
+
+RUNNING: ContextVar[Inside | None] = ContextVar("meshshard convolution", default=None)
+
+
+class Inside(TorchFunctionMode):
+    """One run of a convolution on the rings of a shard, and what it has done so far.
+
+    Attributes:
+        rings: rows and edges that it sees.
+        name: what to call the convolution in errors.
+        edge_index: what it propagates along at the moment.
+        within: whether it does so just now.
+        stale: whether halo rows have to be fetched again before they are read.
+    """
+
+    def __init__(self, rings: Rings, name: str) -> None:
+        super().__init__()
+        self.rings, self.name = rings, name
+        self.edge_index = rings.edge_index
+        self.within = self.stale = False
+
+    def __enter__(self) -> Inside:
+        """Make this the run that is under way."""
+        self._token = RUNNING.set(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """It is over."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        RUNNING.reset(self._token)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Draws and norms by our rules, the rest as it is."""
+        rule = _RULES.get(func)
+        if rule is None:
+            return func(*args, **(kwargs or {}))
+        return rule(self, func, args, kwargs or {})
+
+    def kind(self, x: Tensor) -> str:
+        """What the rows of a tensor are: 'rows', 'nodes' of a bipartite graph, 'edges' or ''."""
+        rings = self.rings
+        known = {rings.n_to: "nodes", rings.n_rows: "rows"}
+        n_edges = self.edge_index.shape[1]
+        if self.within:
+            known[n_edges] = "edges"
+        else:
+            known.setdefault(n_edges, "edges")
+        return known.get(x.shape[0], "") if x.ndim else ""
+
+    def before(self, conv: Any, edge_index: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+        """What a convolution is about to send along edges, with a true halo."""
+        self.edge_index, self.within = edge_index, True
+        if not self.stale:
+            return given
+        names = {a[:-2] for a in (*conv._user_args, *conv._edge_user_args) if a.endswith("_j")}
+        read = sorted(names & given.keys())
+        return given | {name: self.refreshed(given[name], conv.node_dim) for name in read}
+
+    def refreshed(self, x: Any, dim: int) -> Any:
+        """Rows whose halo is fetched again; of a pair those of the sources."""
+        if isinstance(x, (tuple, list)):
+            return (self.refreshed(x[0], dim), *x[1:])
+        if not isinstance(x, Tensor) or x.shape[dim] != self.rings.n_rows:
+            return x
+        own = x.movedim(dim, 0)[: self.rings.graph.sources.own]
+        return self.rings.rows(own).movedim(0, dim)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """What the draws of every row of a tensor are keyed by."""
+        rings, kind = self.rings, self.kind(x)
+        if kind == "rows":
+            return rings.origins
+        if kind == "nodes":
+            return padded(_origins(rings.graph.nodes), rings.n_to)
+        if kind == "edges":
+            return rings.names if self.edge_index is rings.edge_index else self._pairs()
+        raise self.refused("dropout", x)
+
+    def refused(self, what: str, x: Tensor) -> Exception:
+        """The error for rows that are neither nodes nor edges."""
+        why = f"its {x.shape[0]} rows are neither nodes nor edges of the graph"
+        return refuse(f"{what} inside {self.name}", (), None, why)
+
+    def _pairs(self) -> Tensor:
+        """Names of edges that the convolution has made itself, loops for example."""
+        graph = self.rings.graph
+        ends = self.rings.origins[self.edge_index]
+        return ends[1] * graph.sources.total + ends[0]
+
+
+def _origins(sharding: Sharding) -> Tensor:
+    if sharding.origin is not None:
+        return sharding.origin
+    return torch.arange(sharding.own, device=sharding.domain.device) + sharding.first
+
+
+def _dropout(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x = args[0] if args else kwargs.pop("input")
+    if type(x) is ShardTensor:
+        return func(x, *args[1:], **kwargs)
+    given = dict(zip(("p", "training", "inplace"), args[1:], strict=False))
+    given |= {"training" if name == "train" else name: value for name, value in kwargs.items()}
+    if not given.get("training", True) or given.get("p", 0.5) == 0:
+        return x
+    keyed = Sharding(Domain(None, x.device), [x.shape[0]], run.keys(x))
+    out = F.dropout(wrap(x.view_as(x), keyed, 0), given.get("p", 0.5))
+    with native():
+        return out.view_as(out)
+
+
+def _batch_norm(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x = args[0] if args else kwargs["input"]
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    by_row = not given.get("training", False) and given.get("running_mean") is not None
+    if type(x) is ShardTensor or by_row:
+        return func(*args, **kwargs)
+    given.pop("input")
+    tail = args[len(names) :]
+    rest = [given.pop(name) for name in names[1:] if name in given and len(args) > 1]
+    return own_rows(run, x, lambda own: func(own, *rest, *tail, **given))
+
+
+def own_rows(run: Inside, x: Tensor, norm: Callable[[Any], Any]) -> Tensor:
+    """A function that couples rows, on the own rows of all ranks; zeros behind them.
+
+    What was derived of halo rows has to be fetched again.
+    """
+    graph, kind = run.rings.graph, run.kind(x)
+    if not kind or (kind == "edges" and run.edge_index is not run.rings.edge_index):
+        raise run.refused("a norm over rows", x)
+    sharding = {"rows": graph.sources, "nodes": graph.nodes, "edges": graph.edges}[kind]
+    run.stale |= kind == "rows"
+    out = norm(ShardTensor.from_local(x[: sharding.own], sharding))
+    return padded(out.to_local(), x.shape[0])
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    F.batch_norm: _batch_norm,
+}

@@ -1,0 +1,102 @@
+"""convert: a whole PyG model made one that runs on shards, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from meshshard.nn._inside import RUNNING, own_rows
+from meshshard.nn._subclass import reclass
+from meshshard.nn.graph_conv import adopt
+from meshshard.tensor import ShardTensor
+from meshshard.tensor.core import refuse
+
+__all__ = ["convert"]
+
+M = TypeVar("M", bound=nn.Module)
+
+REFUSED = {
+    "its choice of nodes is one of all, and changes the graph: coarsen with nn.coarsen": (
+        "TopKPooling", "SAGPooling", "ASAPooling", "PANPooling", "EdgePooling", "ClusterPooling",
+        "SelectTopK",
+    ),
+    "it searches neighbours itself: EdgeConv on nn.knn_graph": (
+        "DynamicEdgeConv", "GravNetConv", "XConv",
+    ),
+    "it turns the nodes of a graph into one dense matrix": ("MemPooling", "GPSConv", "GMTPooling"),
+    "it has several kinds of nodes": ("HeteroConv", "HGTConv", "HANConv", "HEATConv"),
+}  # fmt: skip
+NORMS = (
+    "GraphNorm", "InstanceNorm", "PairNorm", "LayerNorm", "MeanSubtractionNorm", "DiffGroupNorm",
+    "GraphSizeNorm",
+)  # fmt: skip
+
+
+def convert(model: M, rings: int | None = None) -> M:
+    """Let a model of PyG modules run on shards; in place, as convert_sync_batchnorm's convention.
+
+    Where an `edge_index` stood, pass a ShardGraph; node and edge features are ShardTensors (edges
+    divided as `graph.edges`), or plain tensors on one rank. Convolutions, a user's own included,
+    see the halo of their nodes; norms and readouts work over all rows by the rules of ShardTensor.
+    Parameters, state_dict and what the model does with an edge_index stay as they are.
+
+    Args:
+        model: any module, a single convolution included.
+        rings: what convolutions that PyG does not have need: 1 where they look at edges only in
+            `message` and aggregation, 2 (by default) where they ask for degrees of neighbours.
+
+    Returns:
+        The model.
+
+    Raises:
+        NoShardRule: naming a module that cannot be exact on shards, before anything is changed.
+
+    Communication: each convolution one exchange of its input's halo, forward and backward, and one
+    more for each further propagate; with two rings one of its edge features.
+    """
+    from torch_geometric.nn import MessagePassing
+
+    for module in model.modules():
+        _refuse(module)
+    for module in list(model.modules()):
+        if isinstance(module, MessagePassing):
+            adopt(module, rings)
+            for norm in _norms(module):
+                reclass(norm, coupled)
+    return model
+
+
+def _refuse(module: nn.Module) -> None:
+    name = type(module).__name__
+    if not type(module).__module__.startswith("torch_geometric."):
+        return
+    for why, names in REFUSED.items():
+        if name in names:
+            raise refuse(f"torch_geometric.nn.{name}", (), None, why)
+
+
+def _norms(conv: nn.Module) -> Iterator[nn.Module]:
+    """Norms of PyG within a convolution, which see plain local rows there."""
+    for module in conv.modules():
+        ours = type(module).__module__.startswith("torch_geometric.nn.norm")
+        whole = getattr(module, "mode", "graph") == "graph"
+        if ours and whole and type(module).__name__ in NORMS:
+            yield module
+
+
+def coupled(cls: type[Any]) -> type[Any]:
+    """The subclass of a norm that, within a convolution, is one over the rows of all ranks."""
+
+    class Coupled(cls):  # type: ignore[misc]
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            run = RUNNING.get()
+            norm: Callable[..., Any] = super().forward
+            if run is None or type(x) is ShardTensor:
+                return norm(x, *args, **kwargs)
+            if any(a is not None for a in (*args, *kwargs.values())):
+                raise refuse(f"{cls.__name__} inside {run.name}", (), None, "of several graphs")
+            return own_rows(run, x, norm)
+
+    return Coupled
