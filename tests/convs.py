@@ -94,7 +94,6 @@ DROPPED = {
     "GATv2Conv dropout": lambda: pyg.GATv2Conv(C, C // 4, heads=4, dropout=0.4),
     "TransformerConv dropout": lambda: pyg.TransformerConv(C, C // 4, heads=4, dropout=0.4),
     "ARMAConv dropout": lambda: pyg.ARMAConv(C, C, dropout=0.4, num_layers=2),
-    "APPNP dropout": lambda: pyg.APPNP(3, 0.1, dropout=0.3),
     "FeaStConv in GIN": lambda: pyg.GINConv(nn.Sequential(nn.Linear(C, C), nn.Dropout(0.3))),
     "EdgeConv dropout": lambda: pyg.EdgeConv(nn.Sequential(nn.Linear(2 * C, C), nn.Dropout(0.3))),
 }  # fmt: skip
@@ -148,6 +147,8 @@ def farthest(a, b, scale=None):
     """Largest difference, relative to the largest number."""
     if b is None:
         return 0.0 if a is None else float(a.abs().max())
+    if not b.numel():
+        return 0.0
     a = torch.zeros_like(b) if a is None else a
     scale = b.abs().max() if scale is None else scale
-    return float((a - b).abs().max() / scale.clamp(min=1e-30)) if b.numel() else 0.0
+    return float((a - b).abs().max() / scale.clamp(min=1e-30))

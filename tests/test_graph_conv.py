@@ -1,19 +1,33 @@
 """Any convolution of PyG on shards: outputs and all gradients are those on the whole graph."""
 
 import copy
+import pickle
 
 import convs
 import pytest
 import torch
+import torch_geometric.nn as pyg
 from convs import (
+    DROPPED,
+    EDGE,
+    PLAIN,
+    WEIGHTED,
+    WITH_EDGES,
+    C,
+    divided,
     farthest,
+    grid,
     own,
     sample,
 )
 from torch import nn
+from torch_geometric.nn import MessagePassing
 
-from meshshard.comm import init_domain
+from meshshard.comm import Domain, init_domain
+from meshshard.comm.domain import counted
+from meshshard.errors import MeshshardError
 from meshshard.nn import convert
+from meshshard.tensor import NoShardRule, ShardGraph, Sharding, ShardTensor
 
 TOLERANCE = 1e-12
 
@@ -70,3 +84,303 @@ def test_convolutions_are_exact(ranks, size, family, directed):
         [convs_job(family, directed)] if size == 1 else ranks[size].run(convs_job, family, directed)
     )
     assert found == [{}] * size
+
+
+def dropout_job():
+    """Dropout on edges and rows inside convolutions: the same numbers on any ranks."""
+    domain = init_domain()
+    wrong = {}
+    for directed in (False, True):
+        edges, graph, x, _ = sample(domain, directed)
+        serial = ShardGraph.from_edge_index(edges, Sharding(Domain(), [60]))
+        for name, make in DROPPED.items():
+            torch.manual_seed(2)
+            conv = convert(make().double())
+            out, grad = [], []
+            for where in (serial, graph):
+                torch.manual_seed(7)
+                rows = own(x, where.nodes)
+                y = conv(rows, where)
+                y.square().sum().backward()
+                out.append(y.detach().gather())
+                grad.append(rows.grad.gather())
+            again = conv(rows, graph).detach().gather()
+            found = farthest(out[1], out[0]), farthest(grad[1], grad[0])
+            if max(found) > TOLERANCE or torch.equal(again, out[1]):
+                wrong[name] = found
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_dropout_inside_does_not_depend_on_the_partition(ranks, size):
+    assert ranks[size].run(dropout_job) == [{}] * size
+
+
+class Updating(MessagePassing):
+    """A user's layer that updates nodes and then edges, with a norm and dropout in its networks."""
+
+    def __init__(self):
+        super().__init__("sum")
+        self.edges = nn.Sequential(
+            nn.Linear(2 * C + EDGE, 16), nn.BatchNorm1d(16), nn.Linear(16, C)
+        )
+        self.nodes = nn.Sequential(nn.Linear(2 * C, 16), pyg.GraphNorm(16), nn.Linear(16, C))
+        self.narrow = nn.Linear(C, EDGE)
+
+    def forward(self, x, edge_index, edge_attr):
+        new = x + self.nodes(torch.cat([x, self.propagate(edge_index, x=x, e=edge_attr)], -1))
+        return new, edge_attr + self.edge_updater(edge_index, x=new, e=edge_attr)
+
+    def message(self, x_i, x_j, e):
+        return self.edges(torch.cat([x_i, x_j, e], -1))
+
+    def edge_update(self, x_i, x_j, e):
+        return self.narrow(self.edges(torch.cat([x_j, x_i, e], -1)))
+
+
+def updating_job(rings):
+    """Two such layers, whose norms see all edges and all nodes once."""
+    domain = init_domain()
+    edges, graph, x, e = sample(domain, directed=True)
+    torch.manual_seed(4)
+    layers = nn.ModuleList([Updating(), Updating()]).double()
+    ours = convert(copy.deepcopy(layers), rings)
+    a, b = x.clone().requires_grad_(), e.clone().requires_grad_()
+    out = a, b
+    for layer in layers:
+        out = layer(out[0], edges, out[1])
+    (out[0].square().sum() + out[1].square().sum()).backward()
+    shards = own(x, graph.nodes), graph.take(e).requires_grad_()
+    got = shards
+    for layer in ours:
+        got = layer(got[0], graph, got[1])
+    assert got[1].sharding == graph.edges
+    (got[0].square().sum() + got[1].square().sum()).backward()
+    domain.average_gradients(ours)
+    found = {
+        "nodes": farthest(got[0].detach().gather(), out[0].detach()),
+        "edges": farthest(got[1].detach().to_local(), out[1].detach()[graph.edges.origin]),
+        "x": farthest(shards[0].grad.gather(), a.grad),
+        "e": farthest(shards[1].grad.to_local(), b.grad[graph.edges.origin]),
+    }
+    pairs = zip(layers.named_parameters(), ours.named_parameters(), strict=True)
+    scale = max(p.grad.abs().max() for p in layers.parameters())
+    found |= {name: farthest(q.grad, p.grad, scale) for (name, p), (_, q) in pairs}
+    for (name, p), (_, q) in zip(layers.named_buffers(), ours.named_buffers(), strict=True):
+        found[name] = farthest(q, p)
+    return {k: v for k, v in found.items() if v > 1e-10}
+
+
+@pytest.mark.parametrize("rings", [1, 2])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_users_layer_that_updates_nodes_and_edges(ranks, size, rings):
+    assert ranks[size].run(updating_job, rings) == [{}] * size
+
+
+def points_job():
+    """Convolutions of points, whose second argument is a position."""
+    domain = init_domain()
+    edges, graph, x, e = sample(domain, directed=True)
+    pos = e[:60, :3].clone()
+    makes = {
+        "PointNetConv": lambda: pyg.PointNetConv(convs.mlp(C + 3, C), convs.mlp(C, C)),
+        "PointTransformerConv": lambda: pyg.PointTransformerConv(C, C),
+        "PPFConv": lambda: pyg.PPFConv(convs.mlp(C + 4, C)),
+    }
+    wrong = {}
+    for name, make in makes.items():
+        torch.manual_seed(1)
+        conv = make().double()
+        more = [torch.nn.functional.normalize(pos)] if name == "PPFConv" else []
+        a = [t.clone().requires_grad_() for t in (x, pos, *more)]
+        out = conv(*a, edges)
+        out.square().sum().backward()
+        grads = [p.grad.clone() for p in conv.parameters()]
+        conv.zero_grad()
+        b = [own(t, graph.nodes) for t in (x, pos, *more)]
+        got = convert(conv)(*b, graph)
+        got.square().sum().backward()
+        domain.average_gradients(conv)
+        found = [farthest(got.detach().gather(), out.detach())]
+        found += [farthest(s.grad.gather(), w.grad) for s, w in zip(b, a, strict=True)]
+        found += [farthest(p.grad, g) for p, g in zip(conv.parameters(), grads, strict=True)]
+        wrong |= {name: found} if max(found) > 1e-10 else {}
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_convolutions_of_points(ranks, size):
+    assert ranks[size].run(points_job) == [{}] * size
+
+
+def bipartite_job():
+    """Sources and destinations that are divided differently."""
+    domain = init_domain()
+    nodes = Sharding(domain, convs.SIZES[domain.size])
+    sources = Sharding(domain, [2 * n + 1 for n in reversed(nodes.sizes)])
+    generator = torch.Generator().manual_seed(2)
+    edges = torch.stack([
+        torch.randint(n, (90,), generator=generator) for n in (sources.total, nodes.total)
+    ])  # fmt: skip
+    graph = ShardGraph.from_edge_index(edges, nodes, sources)
+    x = torch.randn(sources.total, 5, generator=generator, dtype=torch.float64)
+    y = torch.randn(nodes.total, C, generator=generator, dtype=torch.float64)
+    makes = {
+        "SAGEConv": lambda: pyg.SAGEConv((5, C), C),
+        "SAGEConv max": lambda: pyg.SAGEConv((5, C), C, aggr="max"),
+        "GraphConv": lambda: pyg.GraphConv((5, C), C),
+        "GATv2Conv": lambda: pyg.GATv2Conv((5, C), C, add_self_loops=False),
+        "GATConv": lambda: pyg.GATConv((5, C), C, add_self_loops=False, heads=2),
+        "TransformerConv": lambda: pyg.TransformerConv((5, C), C),
+        "NNConv": lambda: pyg.NNConv((5, C), C, nn.Linear(1, 5 * C)),
+    }
+    weights = torch.rand(90, 1, generator=generator, dtype=torch.float64)
+    wrong = {}
+    for name, make in makes.items():
+        torch.manual_seed(1)
+        conv = make().double()
+        more = [weights] if name == "NNConv" else []
+        a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
+        out = conv((a, b), edges, *more)
+        out.square().sum().backward()
+        pair = own(x, sources), own(y, nodes)
+        got = convert(conv)(pair, graph, *[graph.take(w) for w in more])
+        got.square().sum().backward()
+        found = [farthest(got.detach().gather(), out.detach())]
+        found += [farthest(s.grad.gather(), w.grad) for s, w in zip(pair, (a, b), strict=True)]
+        wrong |= {name: found} if max(found) > 1e-10 else {}
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bipartite_graphs(ranks, size):
+    assert ranks[size].run(bipartite_job) == [{}] * size
+
+
+def bitwise_job(metis):
+    """On shards of 64 rows and more, aggregation in the order of the whole graph."""
+    domain = init_domain()
+    edges, nodes, origin = divided(grid(24, 20), 480, domain, metis)
+    order = torch.argsort(edges[1], stable=True)
+    edges = edges[:, order]
+    graph = ShardGraph.from_edge_index(edges, nodes)
+    x = torch.randn(480, C, generator=torch.Generator().manual_seed(1))[origin]
+    e = torch.rand(edges.shape[1], EDGE, generator=torch.Generator().manual_seed(2))
+    differ = []
+    families = [(PLAIN, None), (WITH_EDGES, e), (WEIGHTED, e[:, 0].contiguous())]
+    for family, given in families:
+        for name, make in family.items():
+            torch.manual_seed(1)
+            conv = make()
+            more = () if given is None else (given,)
+            with torch.no_grad():
+                out = conv(x, edges, *more)
+                mine = [graph.take(m) for m in more]
+                got = convert(conv)(ShardTensor.from_local(x[nodes.first:][: nodes.own], nodes),
+                                    graph, *mine).gather()  # fmt: skip
+            if not torch.equal(got, out):
+                differ.append((name, farthest(got, out)))
+    return differ
+
+
+@pytest.mark.parametrize("metis", [True, False], ids=["metis", "random"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_forward_is_bitwise(ranks, size, metis):
+    differ = ranks[size].run(bitwise_job, metis)[0]
+    # GEMMs of the few nodes of one degree; sums over all rows or weights of out-edges; the last
+    # elements of a vectorised function.
+    assert {name for name, _ in differ} <= {"MFConv", "GENConv", "ChebConv", "CGConv"}, differ
+    assert all(far < 1e-5 for _, far in differ)
+
+
+def traffic_job():
+    """What one convolution of each kind sends, forward and backward."""
+    domain = init_domain()
+    edges, graph, x, e = sample(domain, directed=True)
+    x, e = own(x, graph.nodes), graph.take(e).requires_grad_()
+    makes = {
+        "one ring": lambda: pyg.GATv2Conv(C, C, edge_dim=EDGE),
+        "two rings": lambda: pyg.PDNConv(C, C, EDGE, 4),
+        "three hops": lambda: pyg.TAGConv(C, C, 3),
+    }
+    found = {}
+    for name, make in makes.items():
+        conv = convert(make().double())
+        more = () if name == "three hops" else (e,)
+        conv(x, graph, *more)
+        with counted(domain) as forward:
+            out = conv(x, graph, *more)
+        with counted(domain) as backward:
+            out.to_local().sum().backward()
+        found[name] = (forward.counts, backward.counts, sum(graph.exchange.send))
+    return found
+
+
+def test_traffic(ranks):
+    for found in ranks[3].run(traffic_job):
+        forward, backward, sent = found["one ring"]
+        assert {kind: c.calls for kind, c in forward.items()} == {"exchange": 1}
+        assert {kind: c.calls for kind, c in backward.items()} == {"accumulate": 1}
+        assert forward["exchange"].bytes == sent * C * 8
+        forward, backward, _ = found["two rings"]
+        assert forward["exchange"].calls == backward["accumulate"].calls == 2
+        forward, backward, _ = found["three hops"]
+        assert forward["exchange"].calls == backward["accumulate"].calls == 3
+
+
+def test_copies_and_pickles_are_of_the_same_class():
+    conv = convert(pyg.GCNConv(C, C))
+    assert isinstance(conv, pyg.GCNConv)
+    assert list(conv.state_dict()) == list(pyg.GCNConv(C, C).state_dict())
+    edges, graph, x, _ = sample(Domain(), directed=True)
+    for other in (copy.deepcopy(conv), pickle.loads(pickle.dumps(conv)), convert(conv)):
+        assert type(other) is type(conv)
+        assert torch.equal(other(x.float(), graph), conv(x.float(), graph))
+        assert torch.allclose(other(x.float(), edges), conv(x.float(), graph), atol=1e-6)
+    with torch.no_grad():
+        other = copy.deepcopy(conv)
+        other.bias += 1
+        assert torch.allclose(other(x.float(), graph), conv(x.float(), graph) + 1, atol=1e-5)
+
+
+def test_plain_tensors_stay_plain():
+    edges, graph, x, e = sample(Domain(), directed=True)
+    conv = convert(pyg.GATv2Conv(C, C, edge_dim=EDGE).double())
+    out = conv(x, graph, graph.take(e).to_local())
+    assert type(out) is torch.Tensor
+    assert torch.allclose(out, conv(x, edges, e))
+
+
+class Strange(MessagePassing):
+    """Gives back something that has no rows."""
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)[:7]
+
+
+def test_what_cannot_be_right_is_refused_by_name():
+    for conv, why in [
+        (pyg.SAGEConv(C, C, aggr="lstm"), "LSTMAggregation of SAGEConv"),
+        (pyg.GCNConv(C, C, flow="target_to_source"), "reverse the edges"),
+        (nn.Sequential(pyg.TopKPooling(C)), "TopKPooling"),
+        (nn.Sequential(pyg.SAGPooling(C)), "SAGPooling"),
+    ]:
+        with pytest.raises(NoShardRule, match=why):
+            convert(conv)
+    _, graph, x, _ = sample(Domain(), directed=True)
+    with pytest.raises(NoShardRule, match="Strange .*neither a row for each node"):
+        convert(Strange())(x, graph)
+    with pytest.raises(MeshshardError, match="GCNConv: edge_weight .* is not divided as the 60"):
+        convert(pyg.GCNConv(C, C))(x, graph, ShardTensor.from_local(x[:9], Sharding(Domain(), [9])))
+    with pytest.raises(NoShardRule, match="dropout inside APPNP"):
+        convert(pyg.APPNP(2, 0.1, dropout=0.5))(x, graph)
+
+
+def plain_job():
+    _, graph, x, _ = sample(init_domain(), directed=True)
+    with pytest.raises(MeshshardError, match="wants sharded features"):
+        convert(pyg.SAGEConv(C, C).double())(x, graph)
+
+
+def test_plain_tensors_on_several_ranks_are_refused(ranks):
+    ranks[2].run(plain_job)

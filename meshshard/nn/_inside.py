@@ -61,8 +61,8 @@ class Inside(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return rule(self, func, args, kwargs or {})
 
-    def kind(self, x: Tensor) -> str:
-        """What the rows of a tensor are: 'rows', 'nodes' of a bipartite graph, 'edges' or ''."""
+    def kind(self, rows: int) -> str:
+        """What so many rows are: 'rows', 'nodes' of a bipartite graph, 'edges' or ''."""
         rings = self.rings
         known = {rings.n_to: "nodes", rings.n_rows: "rows"}
         n_edges = self.edge_index.shape[1]
@@ -70,7 +70,7 @@ class Inside(TorchFunctionMode):
             known[n_edges] = "edges"
         else:
             known.setdefault(n_edges, "edges")
-        return known.get(x.shape[0], "") if x.ndim else ""
+        return known.get(rows, "")
 
     def before(self, conv: Any, edge_index: Tensor, given: dict[str, Any]) -> dict[str, Any]:
         """What a convolution is about to send along edges, with a true halo."""
@@ -90,20 +90,23 @@ class Inside(TorchFunctionMode):
         own = x.movedim(dim, 0)[: self.rings.graph.sources.own]
         return self.rings.rows(own).movedim(0, dim)
 
-    def keys(self, x: Tensor) -> Tensor:
-        """What the draws of every row of a tensor are keyed by."""
-        rings, kind = self.rings, self.kind(x)
-        if kind == "rows":
-            return rings.origins
-        if kind == "nodes":
-            return padded(_origins(rings.graph.nodes), rings.n_to)
-        if kind == "edges":
-            return rings.names if self.edge_index is rings.edge_index else self._pairs()
+    def keys(self, x: Tensor) -> tuple[Tensor, int]:
+        """What the draws of every row of a tensor are keyed by, and the dim of the rows."""
+        rings = self.rings
+        for dim, rows in enumerate(x.shape):
+            kind = self.kind(rows)
+            if kind == "rows":
+                return rings.origins, dim
+            if kind == "nodes":
+                return padded(_origins(rings.graph.nodes), rings.n_to), dim
+            if kind == "edges":
+                same = self.edge_index is rings.edge_index
+                return rings.names if same else self._pairs(), dim
         raise self.refused("dropout", x)
 
     def refused(self, what: str, x: Tensor) -> Exception:
         """The error for rows that are neither nodes nor edges."""
-        why = f"its {x.shape[0]} rows are neither nodes nor edges of the graph"
+        why = f"{tuple(x.shape)} has neither a row for each node nor for each edge"
         return refuse(f"{what} inside {self.name}", (), None, why)
 
     def _pairs(self) -> Tensor:
@@ -127,8 +130,9 @@ def _dropout(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given |= {"training" if name == "train" else name: value for name, value in kwargs.items()}
     if not given.get("training", True) or given.get("p", 0.5) == 0:
         return x
-    keyed = Sharding(Domain(None, x.device), [x.shape[0]], run.keys(x))
-    out = F.dropout(wrap(x.view_as(x), keyed, 0), given.get("p", 0.5))
+    keys, dim = run.keys(x)
+    keyed = Sharding(Domain(None, x.device), [len(keys)], keys)
+    out = F.dropout(wrap(x.view_as(x), keyed, dim), given.get("p", 0.5))
     with native():
         return out.view_as(out)
 
@@ -151,7 +155,7 @@ def own_rows(run: Inside, x: Tensor, norm: Callable[[Any], Any]) -> Tensor:
 
     What was derived of halo rows has to be fetched again.
     """
-    graph, kind = run.rings.graph, run.kind(x)
+    graph, kind = run.rings.graph, run.kind(x.shape[0])
     if not kind or (kind == "edges" and run.edge_index is not run.rings.edge_index):
         raise run.refused("a norm over rows", x)
     sharding = {"rows": graph.sources, "nodes": graph.nodes, "edges": graph.edges}[kind]
