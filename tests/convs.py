@@ -9,6 +9,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
+from meshshard.comm import Domain
 from meshshard.graph import Graph
 from meshshard.partitioners import Metis
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
@@ -152,3 +153,13 @@ def farthest(a, b, scale=None):
     a = torch.zeros_like(b) if a is None else a
     scale = b.abs().max() if scale is None else scale
     return float((a - b).abs().max() / scale.clamp(min=1e-30))
+
+
+def serial(edges, n=60):
+    """The graph on one rank."""
+    return ShardGraph.from_edge_index(edges, Sharding(Domain(), [n]))
+
+
+def shard_of(x, sharding):
+    """A whole tensor as a sharded one."""
+    return ShardTensor.from_local(x[sharding.first : sharding.first + sharding.own], sharding)

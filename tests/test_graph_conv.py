@@ -296,7 +296,7 @@ def test_forward_is_bitwise(ranks, size, metis):
 def traffic_job():
     """What one convolution of each kind sends, forward and backward."""
     domain = init_domain()
-    edges, graph, x, e = sample(domain, directed=True)
+    _, graph, x, e = sample(domain, directed=True)
     x, e = own(x, graph.nodes), graph.take(e).requires_grad_()
     makes = {
         "one ring": lambda: pyg.GATv2Conv(C, C, edge_dim=EDGE),
@@ -368,11 +368,12 @@ def test_what_cannot_be_right_is_refused_by_name():
         with pytest.raises(NoShardRule, match=why):
             convert(conv)
     _, graph, x, _ = sample(Domain(), directed=True)
-    with pytest.raises(NoShardRule, match="Strange .*neither a row for each node"):
+    with pytest.raises(NoShardRule, match=r"Strange .*neither a row for each node"):
         convert(Strange())(x, graph)
-    with pytest.raises(MeshshardError, match="GCNConv: edge_weight .* is not divided as the 60"):
-        convert(pyg.GCNConv(C, C))(x, graph, ShardTensor.from_local(x[:9], Sharding(Domain(), [9])))
-    with pytest.raises(NoShardRule, match="dropout inside APPNP"):
+    with pytest.raises(MeshshardError, match=r"GCNConv: edge_weight .* is not divided as the 60"):
+        wrong = ShardTensor.from_local(x[:9], Sharding(Domain(), [9]))
+        convert(pyg.GCNConv(C, C))(x, graph, wrong)
+    with pytest.raises(NoShardRule, match=r"dropout inside APPNP"):
         convert(pyg.APPNP(2, 0.1, dropout=0.5))(x, graph)
 
 

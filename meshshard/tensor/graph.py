@@ -14,7 +14,7 @@ from torch import Tensor
 from meshshard.comm import Domain, Exchange
 from meshshard.errors import MeshshardError
 from meshshard.plan import Plan
-from meshshard.tensor.core import Sharding, ShardTensor
+from meshshard.tensor.core import NoShardRule, Sharding, ShardTensor, name_of
 
 __all__ = ["ShardGraph"]
 
@@ -113,6 +113,30 @@ class ShardGraph:
             f"{self.nodes.own:,} own nodes, {len(self.halo):,} halo rows, {self.edges.own:,} edges)"
         )
 
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what code written for an edge_index asks of it."""
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"ShardGraph has no attribute {name!r}")
+        raise _not_an_edge_index(f"edge_index.{name}")
+
+    def __getitem__(self, index: Any) -> Any:
+        """Refuse `edge_index[0]`."""
+        raise _not_an_edge_index(f"edge_index[{index!r}]")
+
+    def __iter__(self) -> Any:
+        """Refuse `row, col = edge_index`."""
+        raise _not_an_edge_index("row, col = edge_index")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse torch functions of an edge_index."""
+        raise _not_an_edge_index(f"{name_of(func)}(edge_index)")
+
+    @property
+    def device(self) -> torch.device:
+        """Where its arrays are."""
+        return self.indices.device
+
     @property
     def domain(self) -> Domain:
         """The ranks."""
@@ -148,10 +172,33 @@ class ShardGraph:
         rows = x.to_local() if isinstance(x, ShardTensor) else x
         return self.domain.exchange(rows, self.exchange)
 
+    def lift(self, x: Any) -> tuple[ShardTensor, ShardTensor]:
+        """Rows of the source and of the destination of every edge: x[row] and x[col], (n_edges, …).
+
+        Communication: one exchange, forward and backward.
+        """
+        local = self.local(x)
+        ends = local[self.indices], local[self.destinations]
+        return ShardTensor.from_local(ends[0], self.edges), ShardTensor.from_local(
+            ends[1], self.edges
+        )
+
+    def degree(self) -> ShardTensor:
+        """(n_nodes,) int64 number of in-edges of every node."""
+        return ShardTensor.from_local(self.indptr.diff(), self.nodes)
+
     def take(self, features: Tensor) -> ShardTensor:
         """Edge features (n_edges, …), whole on every rank in the order of edge_index, sharded."""
         assert self.edges.origin is not None
         return ShardTensor.from_local(features[self.edges.origin], self.edges)
+
+
+def _not_an_edge_index(what: str) -> NoShardRule:
+    return NoShardRule(
+        f"{what}: a ShardGraph stands here, whose edges live with their destinations; "
+        f"graph.lift(x) gives x[row] and x[col] of every edge, graph.degree() the in-degrees; "
+        f"what changes edges (self-loops, dropped edges) belongs before ShardGraph.from_edge_index"
+    )
 
 
 def _graph(

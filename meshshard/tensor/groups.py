@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshshard.tensor import indexing
-from meshshard.tensor.align import alike, dim_of, native_ndim
+from meshshard.tensor.align import alike, dim_of, native_ndim, own_rows
 from meshshard.tensor.core import Rule, ShardTensor, native, refuse, wrap
 from meshshard.tensor.tokens import merged
 
@@ -24,6 +24,7 @@ def scatter_add_(x: Any, dim: int, index: Any, src: Any) -> Any:
 
     Communication: one all-reduce, forward and backward.
     """
+    src = _rows_of(index, src, dim)
     if not _of_groups(x, dim, index, src):
         return indexing.RULES[Tensor.scatter_add_](x, dim, index, src)
     domain = src._sharding.domain
@@ -34,7 +35,7 @@ def scatter_add_(x: Any, dim: int, index: Any, src: Any) -> Any:
 
 def scatter_add(x: Any, dim: int, index: Any, src: Any) -> Any:
     """The same, out of place."""
-    if not _of_groups(x, dim, index, src):
+    if not _of_groups(x, dim, index, _rows_of(index, src, dim)):
         return indexing.RULES[Tensor.scatter_add](x, dim, index, src)
     return scatter_add_(x.clone(), dim, index, src)
 
@@ -66,6 +67,21 @@ def _largest(x: Tensor, dim: int, index: Tensor, src: Tensor, domain: Any) -> Te
     part = src * hit / ties.gather(dim, index)
     out = merged(domain, torch.zeros_like(low).scatter_add(dim, index, part))
     return torch.where(top.isinf(), torch.zeros_like(top), top) + (out - out.detach())
+
+
+def _rows_of(index: Any, src: Any, dim: int) -> Any:
+    """Plain numbers of all rows, ones for example, as sharded as the rows' groups are."""
+    if (
+        type(index) is not ShardTensor
+        or type(src) is not Tensor
+        or src.requires_grad
+        or src.ndim != native_ndim(index)
+    ):
+        return src
+    dim, sharding = dim_of(dim, src.ndim), index._sharding
+    if dim != index._dim or src.shape[dim] != sharding.total:
+        return src
+    return ShardTensor.from_local(own_rows(src, sharding, dim).detach(), sharding, dim)
 
 
 def _of_groups(x: Any, dim: int, index: Any, src: Any) -> bool:
