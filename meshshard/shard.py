@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,10 @@ class Shard:
         """Sizes and domain of every field; draws are keyed by the row in the file."""
         origin = np.concatenate([self.folder.origin(p) for p in self.shards])
         rows = torch.from_numpy(origin.astype(np.int64)).to(self.domain.device)
-        return Sharding(self.domain, self.sizes.tolist(), rows)
+        ends = runs(self.folder.sizes, self.domain.size)
+        every = self.folder.sizes.tolist()
+        shards = [every[a:b] for a, b in pairwise(ends.tolist())]
+        return Sharding(self.domain, self.sizes.tolist(), rows, shards)
 
     @cached_property
     def exchange(self) -> Exchange:

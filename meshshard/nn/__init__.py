@@ -18,11 +18,13 @@ from meshshard.nn.pool import (
     mask_of,
     random_points,
 )
+from meshshard.nn.slice_attention import SliceAttention
 
 __all__ = [
     "AttentionPool",
     "Bottleneck",
     "Box",
+    "SliceAttention",
     "attention_pool",
     "ball_query",
     "convert",

@@ -57,11 +57,19 @@ class Sharding:
         first: id of this rank's first row.
         origin: (n_own,) int64 row in the source of every own row, which random numbers are keyed
             by; None where ids are rows in the source.
+        shards: for every rank the rows of each of its shards, in order; one shard a rank where
+            nothing else was said.
     """
 
-    __slots__ = ("domain", "first", "origin", "own", "sizes", "total")
+    __slots__ = ("domain", "first", "origin", "own", "shards", "sizes", "total")
 
-    def __init__(self, domain: Domain, sizes: Sequence[int], origin: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        domain: Domain,
+        sizes: Sequence[int],
+        origin: Tensor | None = None,
+        shards: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         if len(sizes) != domain.size:
             raise MeshshardError(f"{len(sizes)} sizes for {domain.size} ranks")
         self.domain = domain
@@ -70,6 +78,9 @@ class Sharding:
         self.first = domain.offset(self.sizes)
         self.own = self.sizes[domain.rank]
         self.origin = origin
+        self.shards = tuple(map(tuple, shards or [(n,) for n in self.sizes]))
+        if tuple(map(sum, self.shards)) != self.sizes:
+            raise MeshshardError(f"shards of {self.shards} rows for ranks of {self.sizes}")
 
     def __eq__(self, other: object) -> bool:
         """Same ranks, same sizes."""

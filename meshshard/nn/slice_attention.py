@@ -1,0 +1,237 @@
+"""Slice attention: rows reduced to a few slices, attention among these, and back to the rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from meshshard.comm import Domain
+from meshshard.errors import MeshshardError
+from meshshard.nn._passes import apply
+from meshshard.nn._slices import Layer, Piece, Run, only_answer
+from meshshard.tensor import Sharding, ShardTensor
+from meshshard.tensor.core import refuse
+from meshshard.tensor.random import numbers
+
+__all__ = ["VARIANTS", "SliceAttention", "own_rows", "with_rows"]
+
+VARIANTS = {"v1": 1e-5, "plus": 1e-5, "physicsnemo": 1e-2}  # what is added to a slice's weight
+Noise = Callable[[slice], Tensor]
+
+
+class SliceAttention(nn.Module):
+    """Physics-Attention on an irregular mesh: each row belongs, softly, to G slices in H heads.
+
+    The sum over all rows is exact on any number of ranks. Many rows are run through in tiles, which
+    keep only the input for the gradient; second derivatives run as ordinary operations.
+
+    Source: Wu et al., Transolver (2402.02366), names of parameters and maths of its published code
+    ("v1"); Luo et al., Transolver++ (2502.02414, "plus": a temperature for every row, and Gumbel
+    noise in training only, the same on any partition); PhysicsNeMo's form ("physicsnemo": clamped
+    temperature, 1e-2 added to the weight of a slice).
+
+    Args:
+        dim: width C of a row.
+        heads: H, a divisor of C.
+        slices: G.
+        variant: "v1", "plus" or "physicsnemo".
+        tile: rows of a tile; 0 for ordinary operations always. Up to 1,000 rows a rank, and under
+            autocast, there are no tiles.
+        keep_weights: keep the weights (n, H, G) from one pass to the next: faster, more memory.
+        deterministic: sum slices shard by shard in the order of the shards: the same bits on any
+            number of ranks that hold these shards.
+
+    Communication: forward one all-reduce of (B, H, G, C / H + 1); backward one of (B, H, G, C / H),
+    with one more column without tiles. If deterministic, forward one all-to-all of every shard's.
+
+    Raises:
+        MeshshardError: the width is not a multiple of the heads, or the variant is unknown.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 8,
+        slices: int = 64,
+        *,
+        variant: str = "v1",
+        tile: int = 512,
+        keep_weights: bool = False,
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or dim % heads:
+            raise MeshshardError(f"{heads} heads do not divide a width of {dim}")
+        if variant not in VARIANTS:
+            raise MeshshardError(
+                f"variant {variant!r} is unknown; there are: {', '.join(VARIANTS)}"
+            )
+        width = dim // heads
+        self.dim, self.heads, self.slices, self.variant = dim, heads, slices, variant
+        self.tile, self.keep_weights, self.deterministic = tile, keep_weights, deterministic
+        self.in_project_x = nn.Linear(dim, dim)
+        self.in_project_slice = nn.Linear(width, slices)
+        nn.init.orthogonal_(self.in_project_slice.weight)
+        if variant == "plus":
+            self.bias = nn.Parameter(torch.full((1, heads, 1, 1), 0.5))
+            self.proj_temperature = nn.Sequential(
+                nn.Linear(width, slices), nn.GELU(), nn.Linear(slices, 1), nn.GELU()
+            )
+        else:
+            self.temperature = nn.Parameter(torch.full((1, heads, 1, 1), 0.5))
+            self.in_project_fx = nn.Linear(dim, dim)
+        self.to_q = nn.Linear(width, width, bias=False)
+        self.to_k = nn.Linear(width, width, bias=False)
+        self.to_v = nn.Linear(width, width, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(dim, dim))  # the name of the reference is to_out.0
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Attention of all rows to all rows.
+
+        Args:
+            x: (N, C) or (B, N, C), sharded by rows or plain.
+            context: (M, C) or (B, M, C) plain, the same on every rank: tokens that slices attend to
+                besides each other.
+
+        Returns:
+            Of the shape and kind of `x`.
+        """
+        rows, sharding = own_rows(x, self.dim)
+        layer = self.layer(self.noise(rows, sharding), context)
+        return with_rows(apply(layer, self.run(sharding), rows), x)
+
+    def run(self, sharding: Sharding) -> Run:
+        """How rows so divided are run through."""
+        return Run.of(sharding, self.tile, self.keep_weights, self.deterministic)
+
+    def noise(self, rows: Tensor, sharding: Sharding) -> Noise | None:
+        """One draw of Gumbel noise for the weights, made where it is needed; None in evaluation."""
+        if self.variant != "plus" or not self.training:
+            return None
+        seed, ids = int(torch.randint(2**62, ())), sharding.origin
+        if ids is None:
+            ids = torch.arange(sharding.own) + sharding.first
+        keys = ids.to(rows.device).view(1, -1, 1, 1)
+        shape = len(rows), self.heads, self.slices
+        places = torch.arange(math.prod(shape), device=rows.device).view(shape)[:, None]
+
+        def noise(at: slice) -> Tensor:
+            u = numbers(seed, keys[:, at], places)
+            return -torch.log(-torch.log(u + 1e-8) + 1e-8).to(rows.dtype)
+
+        return noise
+
+    def layer(
+        self,
+        noise: Noise | None = None,
+        context: Tensor | None = None,
+        norm: nn.LayerNorm | None = None,
+        after: Piece = Piece(only_answer),  # noqa: B008 - frozen
+    ) -> Layer:
+        """It as pure functions of rows, with a norm before and what follows it."""
+        attended = (self.to_q.weight, self.to_k.weight, self.to_v.weight)
+        return Layer(
+            self._slices(noise, norm),
+            Piece(_attention, attended if context is None else (*attended, context)),
+            Piece(F.linear, tuple(self.to_out.parameters())),
+            after,
+            VARIANTS[self.variant],
+        )
+
+    def _slices(self, noise: Noise | None, norm: nn.LayerNorm | None) -> Piece:
+        before = () if norm is None else (norm.weight, norm.bias)
+        eps = None if norm is None else norm.eps
+        x, s = self.in_project_x, self.in_project_slice
+        if self.variant == "plus":
+            temperature = (*self.proj_temperature.parameters(), self.bias.view(-1, 1))
+            given = (x.weight, x.bias, s.weight, s.bias, *temperature)
+            return Piece(_Adaptive(eps, noise), (*before, *given))
+        T = self.temperature.view(self.heads, 1)
+        T = T.clamp(0.5, 5) if self.variant == "physicsnemo" else T
+        weight = (x.weight.view(self.heads, -1) / T).view_as(x.weight)
+        folded = weight, (x.bias.view(self.heads, -1) / T).view(-1), s.weight, s.bias / T
+        values = self.in_project_fx.weight, self.in_project_fx.bias
+        return Piece(_Fixed(eps), (*before, *folded, *values))
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """Weights and values of rows, with 1 / T folded into the parameters of the weights."""
+
+    eps: float | None  # of the norm before, where there is one
+
+    def __call__(self, x: Tensor, rows: slice, wanted: bool, *given: Tensor) -> Any:
+        """(B, n, H, G) and (B, n, H, D)."""
+        x, (wx, bx, ws, bs, wf, bf) = _normed(x, given, self.eps)
+        middle = F.linear(x, wx, bx).view(*x.shape[:2], len(bs), ws.shape[1])
+        w = F.linear(middle, ws).add_(bs).softmax(-1)
+        return w, F.linear(x, wf, bf).view(middle.shape) if wanted else None
+
+
+@dataclass(frozen=True)
+class _Adaptive:
+    """Weights and values of rows, with a temperature for every row and head, and noise."""
+
+    eps: float | None
+    noise: Noise | None
+
+    def __call__(self, x: Tensor, rows: slice, wanted: bool, *given: Tensor) -> Any:
+        """(B, n, H, G) and (B, n, H, D)."""
+        x, (wx, bx, ws, bs, w0, b0, w2, b2, bias) = _normed(x, given, self.eps)
+        middle = F.linear(x, wx, bx).view(*x.shape[:2], len(bias), ws.shape[1])
+        T = F.gelu(F.linear(F.gelu(F.linear(middle, w0, b0)), w2, b2)) + bias
+        logits = F.linear(middle, ws, bs)
+        if self.noise is not None:
+            logits = logits + self.noise(rows)
+        return (logits / T.clamp(min=0.01)).softmax(-1), middle
+
+
+def _normed(
+    x: Tensor, given: tuple[Tensor, ...], eps: float | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    if eps is None:
+        return x, given
+    return F.layer_norm(x, x.shape[-1:], given[0], given[1], eps), given[2:]
+
+
+def _attention(s: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, *context: Tensor) -> Tensor:
+    """Slices (B, H, G, D) attend to each other, and to tokens (M, C) or (B, M, C) besides."""
+    to = s
+    for tokens in context:
+        heads = tokens.reshape(-1, tokens.shape[-2], s.shape[1], s.shape[3]).transpose(1, 2)
+        to = torch.cat([to, heads.expand(len(s), -1, -1, -1)], 2)
+    scores = F.linear(s, wq) @ F.linear(to, wk).transpose(-1, -2) * s.shape[-1] ** -0.5
+    answers: Tensor = scores.softmax(-1) @ F.linear(to, wv)
+    return answers
+
+
+def own_rows(x: Tensor, dim: int) -> tuple[Tensor, Sharding]:
+    """Own rows as a plain (B, n, C), and how all are divided; a plain tensor is all of them.
+
+    Raises:
+        MeshshardError: of another shape.
+        NoShardRule: sharded by another dim than the rows.
+    """
+    if x.ndim not in (2, 3) or x.shape[-1] != dim:
+        raise MeshshardError(f"rows must be (N, {dim}) or (B, N, {dim}), not {tuple(x.shape)}")
+    local, sharding = x, None
+    if isinstance(x, ShardTensor):
+        if x.sharded_dim != x.ndim - 2:
+            raise refuse("slice attention", (x,), None, "its rows are not what is sharded")
+        local, sharding = x.to_local(), x.sharding
+    rows = local if x.ndim == 3 else local[None]
+    return rows, sharding or Sharding(Domain(device=x.device), (rows.shape[1],))
+
+
+def with_rows(rows: Tensor, x: Tensor) -> Tensor:
+    """Rows (B, n, …) in the shape and kind of `x`."""
+    out = rows if x.ndim == 3 else rows[0]
+    return (
+        ShardTensor.from_local(out, x.sharding, x.ndim - 2) if isinstance(x, ShardTensor) else out
+    )

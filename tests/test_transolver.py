@@ -1,0 +1,277 @@
+"""Transolver: published numbers, shards, fused inference, what is kept, other people's names."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import meshshard as ms
+from meshshard import io
+from meshshard.comm import Domain, init_domain
+from meshshard.comm.domain import counted
+from meshshard.errors import MeshshardError
+from meshshard.models import Transolver, TransolverOptions
+from meshshard.nn import _slices
+from meshshard.partitions import partition
+from meshshard.tensor import Sharding, ShardTensor, shard
+
+DATA = Path(__file__).parent / "data"
+AHMED = Path(__file__).parent.parent / "datasets" / "ahmed"
+TOLERANCE = 1e-10
+SIZES = {2: (60, 37), 3: (50, 0, 47), 4: (0, 40, 7, 50)}
+VARIANTS = ("v1", "plus", "physicsnemo")
+
+
+def far(got, want):
+    return ((got - want).abs().max() / want.abs().max().clamp_min(1e-3)).item()
+
+
+def rows(*shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def small(variant="v1", **options):
+    """In double precision, with parameters that are not those of the start."""
+    torch.manual_seed(1)
+    model = Transolver(3, 2, 24, 3, 4, 5, TransolverOptions(variant=variant, **options)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+@pytest.fixture(params=["ordinary", "tiled"])
+def few(request, monkeypatch):
+    """Rows from which tiles are used."""
+    monkeypatch.setattr(_slices, "FEW", 1000 if request.param == "ordinary" else 0)
+    return _slices.FEW
+
+
+# ------------------------------------------------------------------------------------------- oracle
+def oracle(name):
+    with np.load(DATA / f"{name}.npz") as file:
+        data = {name: torch.from_numpy(file[name]) for name in file}
+    return data, {n[6:]: v for n, v in data.items() if n.startswith("param/")}
+
+
+def test_numbers_of_the_published_code(few):
+    data, state = oracle("transolver_v1")
+    model = Transolver.from_reference(state)
+    assert set(model.state_dict()) == set(state)
+    x = data["x"].requires_grad_()
+    y = model(x)
+    y.backward(data["grad_y"])
+    assert far(y.detach(), data["y"]) < TOLERANCE
+    assert far(model.predict(x), data["y"]) < TOLERANCE
+    assert far(x.grad, data["grad_x"]) < TOLERANCE
+    for name, p in model.named_parameters():
+        assert far(p.grad, data[f"grad/{name}"]) < TOLERANCE
+
+
+def test_numbers_of_physicsnemo(few):
+    data, state = oracle("transolver_physicsnemo")
+    model = Transolver.from_physicsnemo(state)
+    x = data["x"].requires_grad_()
+    y = model(x)
+    y.backward(data["grad_y"])
+    assert far(y.detach(), data["y"]) < TOLERANCE
+    assert far(model.predict(x), data["y"]) < TOLERANCE
+    assert far(x.grad, data["grad_x"]) < TOLERANCE
+    back = model.to_physicsnemo()
+    assert set(back) == set(state)
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    for name, p in model.named_parameters():
+        if name.endswith(("mlp2.weight", "ln_1.weight", "ln_2.bias")):
+            theirs = name.replace("mlp2", "ln_mlp2.1").replace("ln_2", "ln_mlp1.0")
+            assert far(p.grad, data[f"grad/{theirs}"]) < TOLERANCE
+
+
+def test_other_parameters_are_refused():
+    with pytest.raises(MeshshardError, match="no Transolver: 'placeholder' is not there"):
+        Transolver.from_reference({"weight": torch.zeros(3)})
+    state = small().state_dict()
+    del state["blocks.1.ln_2.bias"]
+    with pytest.raises(MeshshardError, match="parameters of another model"):
+        Transolver.from_reference(state)
+    with pytest.raises(MeshshardError, match="variant='physicsnemo'"):
+        small().to_physicsnemo()
+    with pytest.raises(MeshshardError, match="built for no tokens"):
+        small()(rows(97, 3), rows(1, 4))
+    with pytest.raises(MeshshardError, match="built for tokens 4 wide"):
+        small(context_dim=4)(rows(97, 3))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sizes_are_those_of_the_parameters(variant):
+    model = small(variant, context_dim=4, mlp_ratio=1.5)
+    twin = Transolver.from_reference(model.state_dict())
+    if variant != "physicsnemo":
+        assert twin.options == model.options
+        x, context = rows(97, 3), rows(2, 4)
+        assert torch.equal(twin.eval()(x, context), model.eval()(x, context))
+
+
+# ------------------------------------------------------------------------------------------- shards
+def loss_of(y):
+    return y.sin().mean() + y.square().mean(-2).sum()
+
+
+def trained(model, x, context, average, steps=2):
+    """Losses, gradients of the inputs and last parameters of a few steps."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(x, context))
+        loss.backward()
+        average()
+        optimizer.step()
+        losses.append(loss.detach())
+    whole = x.grad.gather() if isinstance(x, ShardTensor) else x.grad
+    return [torch.stack(losses), whole, *(p.detach().clone() for p in model.parameters())]
+
+
+def training_job(sizes, variant, few, wrapper, batched):
+    _slices.FEW = few
+    domain = init_domain()
+    shape, dim = ((2, 97, 3), 1) if batched else ((97, 3), 0)
+    context = rows(2, 4) if variant == "v1" else None
+    model = small(variant, tile=16, context_dim=4 if variant == "v1" else 0)
+    alone = shard(rows(*shape), Domain(), (97,), dim=dim).requires_grad_()
+    want = trained(copy.deepcopy(model), alone, context, lambda: None)
+    x = shard(rows(*shape), domain, sizes, dim=dim).requires_grad_()
+    if wrapper == "ddp":
+        got = trained(DistributedDataParallel(model), x, context, lambda: None)
+    else:
+        got = trained(model, x, context, lambda: domain.average_gradients(model))
+    prediction = model.predict(x, context).gather()
+    return [*map(far, got, want), far(prediction, model.eval()(x.gather(), context).detach())]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_training_equals_serial(ranks, few, variant, size):
+    wrapper, batched = ("ddp", False) if size == 3 else ("alone", size == 4)
+    job = training_job, SIZES[size], variant, few, wrapper, batched
+    assert max(map(max, ranks[size].run(*job))) < TOLERANCE
+
+
+def traffic_job(few):
+    _slices.FEW = few
+    domain = init_domain()
+    model = small()
+    x = shard(rows(97, 3), domain, (97, 0)).requires_grad_()
+    with counted(domain) as forward:
+        y = model(x)
+    with counted(domain) as backward:
+        y.backward(y.detach())
+    with counted(domain) as predicted:
+        model.predict(x)
+    return [{n: c.calls for n, c in t.counts.items()} for t in (forward, backward, predicted)]
+
+
+def test_one_message_a_layer_each_way(ranks, few):
+    for found in ranks[2].run(traffic_job, few):
+        assert found == [{"all_reduce": 3}] * 3
+
+
+# -------------------------------------------------------------------------------------- same bits
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A surface in six shards."""
+    mesh = io.read(AHMED / "run_8/boundary_8.vtp")
+    return partition(mesh, 6).save(tmp_path_factory.mktemp("six") / "six.shards")
+
+
+def bits_job(folder, dtype):
+    """Predictions in the order of the shards, fused and by the model itself."""
+    shards = ms.load(folder, init_domain())
+    x = shards["centre"].to(dtype)
+    torch.manual_seed(1)
+    model = Transolver(3, 2, 32, 3, 4, 8, TransolverOptions(deterministic=True)).to(dtype)
+    with torch.no_grad():
+        return [y.gather().numpy() for y in (model.predict(x), model(x))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_predictions_have_the_same_bits_on_any_ranks(ranks, folder, dtype):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    want = bits_job(folder, dtype)
+    torch.set_num_threads(threads)
+    for size in (2, 3):
+        for got in ranks[size].run(bits_job, folder, dtype):
+            assert all(map(np.array_equal, got, want))
+
+
+# --------------------------------------------------------------------------------- other promises
+def test_the_defaults_work():
+    model = ms.models.Transolver(3, 1, layers=2)
+    x = torch.randn(50, 3)
+    assert model(x).shape == (50, 1)
+    assert torch.allclose(model.predict(x), model(x), atol=1e-6)
+
+
+def test_tiles_keep_the_input_of_a_block(monkeypatch):
+    """What autograd keeps from forward to backward: rows of inputs, else tokens."""
+    monkeypatch.setattr(_slices, "FEW", 0)
+    model, n = small(tile=16), 640
+    kept = {}
+
+    def pack(t):
+        if t.numel() >= 3 * n:
+            kept[t.data_ptr()] = t.numel() / n
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(rows(n, 3))
+    assert sorted(kept.values()) == [3, 24, 24, 24]
+
+
+def test_residual_of_an_equation(few):
+    """Second derivatives of outputs by coordinates, in a loss, against plain modules."""
+    losses = []
+    for hooked in (False, True):
+        model = small(tile=16)
+        if hooked:  # runs by modules
+            for block in model.blocks:
+                block.mlp.register_forward_hook(lambda module, given, out: None)
+        x = rows(97, 3).requires_grad_()
+        (g,) = torch.autograd.grad(model(x)[:, 0].sum(), x, create_graph=True)
+        (h,) = torch.autograd.grad(g[:, 0].sum(), x, create_graph=True)
+        h[:, 0].square().mean().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        losses.append(torch.cat([g.flatten() for g in grads]))
+    assert far(*losses) < TOLERANCE
+
+
+def test_replaced_modules_and_hooks_are_used(few):
+    model, x = small(), rows(97, 3)
+    want = model(x)
+    model.blocks[1].mlp = nn.Sequential(model.blocks[1].mlp, nn.Identity())
+    assert far(model(x), want) < TOLERANCE
+    assert far(model.predict(x), want) < TOLERANCE
+    model.preprocess.linear_post.register_forward_hook(lambda module, given, out: 0 * out)
+    assert far(model(x), want) > 1e-3
+    assert torch.equal(model.predict(x), model(x))
+
+
+def test_noise_of_training_is_keyed_by_row(few):
+    """The same rows in another order get the same noise where the source's rows are known."""
+    model, x = small("plus"), rows(97, 3)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(97))
+    domain = Domain()
+    outs = []
+    for origin in (torch.arange(97), order):
+        torch.manual_seed(3)
+        mine = ShardTensor.from_local(x[origin], Sharding(domain, (97,), origin))
+        outs.append(torch.empty(97, 2, dtype=x.dtype).index_copy(0, origin, model(mine).gather()))
+    assert far(outs[1], outs[0]) < TOLERANCE
+    assert not torch.equal(model(x), model(x))
+    assert torch.equal(model.predict(x), model.predict(x))
