@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshshard.comm import init_domain, ring
 from meshshard.comm.domain import counted
@@ -178,165 +179,12 @@ def test_second_derivatives(ranks, case, size):
             assert max(errors) <= TOLERANCE, (sizes, errors)
 
 
-# ----------------------------------------------------------------------------------- torch's layers
+# ----------------------------------------------------------------------------------------- dropout
 def made(make):
     torch.manual_seed(5)
     return make().double()
 
 
-def attention(**options):
-    return lambda: nn.MultiheadAttention(8, 2, **{"batch_first": True} | options)
-
-
-def layer(kind=nn.TransformerEncoderLayer, **options):
-    return lambda: kind(8, 2, 16, **{"batch_first": True, "dropout": 0.0} | options)
-
-
-def one(out):
-    return out[0] if isinstance(out, tuple) else out
-
-
-def upper(n):
-    return nn.Transformer.generate_square_subsequent_mask(n, dtype=torch.float64)
-
-
-class PointTransformer(nn.Module):
-    """Points with a position code, blocks with norm first, a field out, and a global number."""
-
-    def __init__(self):
-        super().__init__()
-        self.code = nn.Linear(3, 8)
-        self.first = nn.Linear(8, 8)
-        one_layer = nn.TransformerEncoderLayer(
-            8, 2, 16, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
-        )
-        self.blocks = nn.TransformerEncoder(one_layer, 2, nn.LayerNorm(8), False)
-        self.last = nn.Linear(8, 2)
-
-    def forward(self, x):
-        pos = x[:, :3]
-        pos = pos - pos.mean(0)
-        x = self.first(x) + torch.sin(self.code(pos))
-        x = self.blocks(x[None])[0]
-        return self.last(x) + x.amax(0).sum()
-
-
-MODULES = {
-    "self": (attention(), lambda m, x, y, t: m(x[None], x[None], x[None], need_weights=False)[0]),
-    "by default": (attention(), lambda m, x, y, t: m(x[None], x[None], x[None])[0]),
-    "rows first": (
-        attention(batch_first=False),
-        lambda m, x, y, t: m(x[:, None], x[:, None], x[:, None], need_weights=False)[0],
-    ),
-    "unbatched": (attention(), lambda m, x, y, t: m(x, x, x, need_weights=False)[0]),
-    "weights": (attention(), lambda m, x, y, t: m(x[None], y[None], y[None])[1]),
-    "weights of heads": (
-        attention(bias=False),
-        lambda m, x, y, t: m(x, y, y, average_attn_weights=False)[1],
-    ),
-    "weights of tokens": (attention(), lambda m, x, y, t: m(t[None], x[None], x[None])[1]),
-    "weights of points": (attention(), lambda m, x, y, t: m(x[None], t[None], t[None])[1]),
-    "cross": (attention(), lambda m, x, y, t: m(x, y, y, need_weights=False)[0]),
-    "other widths": (
-        attention(kdim=4, vdim=3),
-        lambda m, x, y, t: m(x, y[:, :4], y[:, 4:7], need_weights=False)[0],
-    ),
-    "causal": (
-        attention(),
-        lambda m, x, y, t: m(x, x, x, need_weights=False, attn_mask=upper(N), is_causal=True)[0],
-    ),
-    "causal by mask": (attention(), lambda m, x, y, t: m(x, x, x, attn_mask=upper(N))[0]),
-    "padding": (
-        attention(),
-        lambda m, x, y, t: m(x, y, y, (torch.arange(M) % 3 == 1), need_weights=False)[0],
-    ),
-    "padding of data": (
-        attention(),
-        lambda m, x, y, t: m(x[None], y[None], y[None], (y[:, 0] > 0)[None], False)[0],
-    ),
-    "both masks": (
-        attention(),
-        lambda m, x, y, t: m(x, y, y, draw(M), attn_mask=draw(2, N, M))[0],
-    ),
-    "tokens to points": (attention(), lambda m, x, y, t: m(t[None], x[None], x[None])[0]),
-    "points to tokens": (attention(), lambda m, x, y, t: m(x, t, t, need_weights=False)[0]),
-    "perceiver": (
-        lambda: nn.ModuleList([attention()(), attention()(), nn.LayerNorm(8)]),
-        lambda m, x, y, t: m[1](x, *[m[2](m[0](t, x, x, need_weights=False)[0])] * 2)[0],
-    ),
-    "samples": (
-        lambda: nn.MultiheadAttention(2, 1, batch_first=True),
-        lambda m, x, y, t: m(*[x.unflatten(1, (4, 2))] * 3, need_weights=False)[0],
-    ),
-    "weights of samples": (
-        lambda: nn.MultiheadAttention(2, 1, batch_first=True),
-        lambda m, x, y, t: m(*[x.unflatten(1, (4, 2))] * 3)[1],
-    ),
-    "encoder layer": (layer(), lambda m, x, y, t: m(x[None])),
-    "encoder layer, norm first": (
-        layer(batch_first=False, norm_first=True),
-        lambda m, x, y, t: m(x[:, None]),
-    ),
-    "encoder": (
-        lambda: nn.TransformerEncoder(layer()(), 2, nn.LayerNorm(8)),
-        lambda m, x, y, t: m(x[None]),
-    ),
-    "causal encoder": (
-        lambda: nn.TransformerEncoder(layer()(), 2),
-        lambda m, x, y, t: m(x[None], mask=upper(N), is_causal=True),
-    ),
-    "decoder layer": (
-        layer(nn.TransformerDecoderLayer),
-        lambda m, x, y, t: m(x[None], y[None], tgt_mask=upper(N), tgt_is_causal=True),
-    ),
-    "decoder of tokens": (
-        lambda: nn.TransformerDecoder(layer(nn.TransformerDecoderLayer)(), 2),
-        lambda m, x, y, t: m(t[None], x[None]),
-    ),
-    "nn.Transformer": (
-        lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True),
-        lambda m, x, y, t: m(y[None], x[None]),
-    ),
-    "point transformer": (PointTransformer, lambda m, x, y, t: m(x)),
-}
-
-
-def modules_job(name, sizes, train):
-    domain = init_domain()
-    make, forward = MODULES[name]
-    x, y, tokens = draw(N, 8), draw(M, 8, seed=1), draw(3, 8, seed=2)
-    model = made(make).train(train)
-    leaves = [t.requires_grad_() for t in (x, y, tokens)]
-    out = forward(model, *leaves)
-    coefficients = draw(*out.shape, seed=7)
-    parameters = list(model.parameters())
-    wanted = torch.autograd.grad((out * coefficients).sum(), leaves + parameters, allow_unused=True)
-    twin = made(make).train(train)
-    mine = [leaf(domain, x, sizes[0], True, 0), leaf(domain, y, sizes[1], True, 0)]
-    mine.append(leaf(domain, tokens, (), False))
-    with small_blocks():
-        got = forward(twin, *mine)
-        weighted(got, coefficients, domain).backward()
-    assert got.shape == out.shape
-    domain.average_gradients(twin)
-    found = [global_grad(domain, t) for t in mine] + [p.grad for p in twin.parameters()]
-    errors = {"output": far(whole(got), out.detach())}
-    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        a, b = (torch.zeros(()).double() if g is None else g for g in (a, b))
-        errors[i] = far(a, b)
-    return errors
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", MODULES)
-def test_layers_of_torch(ranks, name, size):
-    for sizes in SIZES[size]:
-        for train in (True, False):
-            for errors in run(ranks, size, modules_job, name, sizes, train):
-                assert max(errors.values()) <= TOLERANCE, (sizes, train, errors)
-
-
-# ----------------------------------------------------------------------------------------- dropout
 def permuted(domain, x, order, sizes):
     """Rows of x in another order, which remember where they come from."""
     first = sum(sizes[: domain.rank])
@@ -357,7 +205,7 @@ def dropped_job(sizes, need_weights, seed):
     domain = init_domain()
     order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
     x, local = permuted(domain, draw(N, 8), order, sizes)
-    model = made(layer(dropout=0.4))
+    model = made(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.4, batch_first=True))
     torch.manual_seed(3)
     with small_blocks():
         if need_weights is None:
@@ -526,6 +374,39 @@ def test_communication(ranks, size):
             assert found == wanted, place
 
 
+class Largest(TorchDispatchMode):
+    """The most numbers that any tensor has within it."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.most = max(self.most, x.numel())
+        return out
+
+
+def largest_job(width, options):
+    domain = init_domain()
+    n = 300
+    sizes = (100, 200)
+    every = [draw(1, 2, n, 4), draw(1, 2, n, 4, seed=1), draw(1, 2, n, width, seed=2)]
+    mine = [leaf(domain, x, sizes, True) for x in every]
+    torch.manual_seed(0)
+    with small_blocks(rows=20, queries=20, pairs=800), Largest() as seen:
+        F.scaled_dot_product_attention(*mine, **options).square().sum().backward()
+    return seen.most
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.1}])
+def test_no_matrix_of_all_pairs_is_whole(ranks, options):
+    for width in (4, 5):
+        own = 200 * 2 * (width + 1)
+        assert max(ranks[2].run(largest_job, width, options)) <= own
+
+
 def numbers_job(dtype, sizes):
     """Distances to float64: of torch on the whole, and ours."""
     domain = init_domain()
@@ -556,60 +437,3 @@ def test_single_and_half_numbers(ranks, dtype):
     for found in ranks[2].run(numbers_job, dtype, SIZES[2][0]):
         for ours, theirs in found:
             assert ours <= 2 * theirs + with_noise
-
-
-class ViT(nn.Module):
-    """Patches of a picture, a class token in front, positions, blocks, a head on the token."""
-
-    def __init__(self):
-        super().__init__()
-        self.patch = nn.Conv2d(1, 8, 2, stride=2)
-        self.cls = nn.Parameter(torch.randn(1, 1, 8))
-        self.pos = nn.Parameter(torch.randn(1, 7 * 3 + 1, 8))
-        one_layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.blocks = nn.TransformerEncoder(one_layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, picture):
-        x = self.patch(picture).flatten(2).transpose(1, 2)
-        x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], dim=1) + self.pos
-        x = self.blocks(x)
-        return self.head(x[:, 0]).square().sum() + x[:, 1:].square().mean()
-
-
-def vit_job(sizes):
-    """Three steps of training, on a picture whose rows are divided."""
-    domain = init_domain()
-    picture = draw(2, 1, 14, 6)
-    errors = {}
-    models = made(ViT), made(ViT)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
-    mine = shard(picture, domain, sizes, dim=2)
-    for step in range(3):
-        losses = [m(x) for m, x in zip(models, (picture, mine), strict=True)]
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-        domain.average_gradients(models[1])
-        errors["loss", step] = far(losses[1].detach(), losses[0].detach())
-        for (name, p), q in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
-            errors[name, step] = far(p.grad, q.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-    return errors
-
-
-@pytest.mark.parametrize("sizes", [(14,), (4, 10), (14, 0), (0, 6, 2, 6)])
-def test_a_vision_transformer(ranks, sizes):
-    for errors in run(ranks, len(sizes), vit_job, sizes):
-        assert max(errors.values()) <= TOLERANCE, errors
-
-
-def uneven_patches_job():
-    domain = init_domain()
-    with pytest.raises(NoShardRule, match="multiples of it"):
-        made(ViT)(shard(draw(2, 1, 14, 6), domain, (3, 11), dim=2))
-
-
-def test_patches_that_two_ranks_share_are_refused(ranks):
-    ranks[2].run(uneven_patches_job)

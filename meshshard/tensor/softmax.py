@@ -169,7 +169,7 @@ class _Keys:
         self.first = here.first if how.by_tokens else 0
         self.ring = Ring(domain, sizes)
         self.groups = q.shape[1] // max(k.shape[1], 1)
-        self.fast = is_fast(q, v, how.chance is not None)
+        self.large = how.mask is None and is_fast(q, v, how.chance is not None)
 
     def blocks(self) -> Iterator[Block]:
         """All blocks of keys that this rank's queries meet."""
@@ -180,7 +180,7 @@ class _Keys:
         """Own rows, columns of the block, and the tile between them."""
         how, ids = self.how, self.how.ids()
         columns = range(block.first, block.first + len(block.rows))
-        for run in tile_rows(self.q, len(columns), self.fast):
+        for run in tile_rows(self.q, len(columns), self.large):
             for r, c, causal in pieces(ids[run], columns, how.causal):
                 rows = slice(run.start + r.start, run.start + r.stop)
                 there = slice(columns.start + c.start, columns.start + c.stop)

@@ -183,9 +183,9 @@ def pieces(rows: range, columns: range, causal: bool) -> Iterator[tuple[slice, s
         yield slice(skip, len(rows)), slice(before, before + n), True
 
 
-def tile_rows(q: Tensor, n_keys: int, fast: bool) -> Iterator[slice]:
-    """Queries in runs that keep a tile small."""
+def tile_rows(q: Tensor, n_keys: int, large: bool) -> Iterator[slice]:
+    """Queries in runs: large ones for the kernel, which holds no scores, or those of few pairs."""
     n = q.shape[-2]
-    each = FLASH_ROWS if fast else max(16, PAIRS // max(1, q.shape[0] * q.shape[1] * n_keys))
+    each = FLASH_ROWS if large else max(16, PAIRS // max(1, q.shape[0] * q.shape[1] * n_keys))
     for start in range(0, n, each):
         yield slice(start, min(start + each, n))
