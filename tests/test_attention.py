@@ -156,7 +156,8 @@ def twice_job(case, place, sizes):
 
     def penalty(q, k, v, reduced):
         out = F.scaled_dot_product_attention(q, k, v, **options).square()
-        first = torch.autograd.grad(reduced(out), (q, k, v), create_graph=True)
+        sharded = [x for x, is_sharded in zip((q, k, v), PLACES[place], strict=True) if is_sharded]
+        first = torch.autograd.grad(reduced(out), sharded, create_graph=True)
         return sum(x.square().sum() for x in first)
 
     with sdpa_kernel(SDPBackend.MATH):
@@ -172,10 +173,11 @@ def twice_job(case, place, sizes):
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("place", ["alike", "keys replicated", "queries replicated"])
 @pytest.mark.parametrize("case", ["plain", "causal", "bool mask", "gqa"])
-def test_second_derivatives(ranks, case, size):
+def test_second_derivatives(ranks, case, place, size):
     for sizes in SIZES[size]:
-        for errors in run(ranks, size, twice_job, case, "alike", sizes):
+        for errors in run(ranks, size, twice_job, case, place, sizes):
             assert max(errors) <= TOLERANCE, (sizes, errors)
 
 

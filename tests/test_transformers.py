@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from test_attention import (
     SIZES,
     TOLERANCE,
@@ -58,7 +59,22 @@ class PointTransformer(nn.Module):
         return self.last(x) + x.amax(0).sum()
 
 
+class Fused(nn.Module):
+    """Attention as vision libraries write it: one product, heads by reshape, the fused call."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.out(out.transpose(1, 2).reshape(b, n, c))
+
+
 MODULES = {
+    "fused": (Fused, lambda m, x, y, t: m(x[None])),
     "self": (attention(), lambda m, x, y, t: m(x[None], x[None], x[None], need_weights=False)[0]),
     "by default": (attention(), lambda m, x, y, t: m(x[None], x[None], x[None])[0]),
     "rows first": (

@@ -156,7 +156,7 @@ def farthest_points(pos: Tensor, n: int, start: int = 0) -> Tensor:
     if not 1 <= n <= sharding.total or not 0 <= start < sharding.total:
         raise MeshshardError(f"farthest_points: {n} from row {start} of {sharding.total} points")
     columns = rows.detach().to(torch.float64).T.contiguous()
-    source = _source(sharding, rows)
+    source = sharding.sources(rows.device)
     far = torch.full((sharding.own,), torch.inf, dtype=torch.float64, device=rows.device)
     first = torch.where(source == start, torch.inf, 0.0)
     chosen, point = [], _farthest(first.double(), columns, source, sharding)
@@ -204,7 +204,7 @@ def random_points(x: Tensor, n: int, seed: int) -> Tensor:
     rows, sharding = _own(x)
     if not 0 <= n <= sharding.total:
         raise MeshshardError(f"random_points: {n} of {sharding.total} rows")
-    source = _source(sharding, rows)
+    source = sharding.sources(rows.device)
     keys = numbers(0, torch.full_like(source, seed), source)
     keys = (keys * 2.0**BITS).to(torch.int64)
     last, missing = _nth(keys, n, sharding.domain)
@@ -250,13 +250,6 @@ def _own(x: Any) -> tuple[Tensor, Sharding]:
     if x.sharded_dim != 0:
         raise MeshshardError(f"rows must be the first dim, they are dim {x.sharded_dim}")
     return x.to_local(), x.sharding
-
-
-def _source(sharding: Sharding, like: Tensor) -> Tensor:
-    """Row in the source of own rows."""
-    if sharding.origin is None:
-        return torch.arange(sharding.own, device=like.device) + sharding.first
-    return sharding.origin.to(like.device)
 
 
 def _samples(rows: Tensor, sharding: Sharding, batch: Any, size: int | None) -> tuple[Tensor, int]:

@@ -178,15 +178,8 @@ def _chance(p: float, rows: Sharding, columns: Sharding, like: Tensor) -> Chance
     if not p:
         return None
     seed = int(torch.randint(2**62, ()))
-    queries, keys = (_sources(s, like) for s in (rows, columns))
+    queries, keys = (s.sources(like.device) for s in (rows, columns))
     return Chance(seed, p, queries, columns.domain.all_gather(keys, columns.sizes))
-
-
-def _sources(sharding: Sharding, like: Tensor) -> Tensor:
-    """Row in the source of own rows."""
-    if sharding.origin is None:
-        return torch.arange(sharding.own, device=like.device) + sharding.first
-    return sharding.origin.to(like.device)
 
 
 class _Four:

@@ -82,6 +82,12 @@ class Sharding:
         if tuple(map(sum, self.shards)) != self.sizes:
             raise MeshshardError(f"shards of {self.shards} rows for ranks of {self.sizes}")
 
+    def sources(self, device: torch.device | None = None) -> Tensor:
+        """(n_own,) int64 row in the source of every own row."""
+        if self.origin is None:
+            return torch.arange(self.first, self.first + self.own, device=device)
+        return self.origin.to(device or self.origin.device)
+
     def __eq__(self, other: object) -> bool:
         """Same ranks, same sizes."""
         return self is other or (

@@ -14,6 +14,9 @@ from meshshard.tensor.core import Rule, ShardTensor, native, refuse, wrap
 
 __all__ = ["RULES", "contract"]
 
+ALL_PAIRS = (
+    "all pairs of rows meet: F.scaled_dot_product_attention where a softmax follows, or gather"
+)
 LETTERS = "abcdefghijlopqrstuvwxyz"  # batch dims; k is contracted, m and n are rows and columns
 
 
@@ -31,7 +34,7 @@ def contract(
     pairs = list(zip(operands, labels, strict=True))
     names = {lab[x._dim] for x, lab in pairs if type(x) is ShardTensor}
     if len(names) != 1 or any(lab.count(next(iter(names))) > 1 for lab in labels):
-        raise refuse(func, operands, None, "all pairs of rows meet; gather one side")
+        raise refuse(func, operands, None, ALL_PAIRS)
     name = names.pop()
     parts = []
     for x, lab in pairs:

@@ -26,13 +26,11 @@ def uniform(x: Sharded) -> Tensor:
     seed = int(torch.randint(2**62, ()))
     with native():
         shape, sharding = x.shape, x._sharding
-        rows = sharding.origin
-        if rows is None:
-            rows = torch.arange(sharding.own, device=x.device) + sharding.first
+        rows = sharding.sources(x.device)
         column = [n if d != x._dim else 1 for d, n in enumerate(shape)]
         places = torch.arange(math.prod(column), device=x.device).reshape(column)
         along = [-1 if d == x._dim else 1 for d in range(len(shape))]
-        return numbers(seed, rows.to(x.device).view(along), places)
+        return numbers(seed, rows.view(along), places)
 
 
 def numbers(seed: int, *ids: Tensor) -> Tensor:

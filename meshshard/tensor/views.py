@@ -244,7 +244,7 @@ def _cat_rows(tensors: Sequence[Tensor], dim: int) -> Any:
         rows = domain.redistribute(x.to_local().movedim(dim, 0), s.sizes, wanted)
         parts.append(rows.movedim(0, dim))
         if known:
-            origins.append(domain.redistribute(_source(s) + start, s.sizes, wanted))
+            origins.append(domain.redistribute(s.sources(domain.device) + start, s.sizes, wanted))
         start += s.total
     origin = torch.cat(origins) if known else None
     return wrap(torch.cat(parts, dim), Sharding(domain, sizes, origin), dim)
@@ -260,13 +260,6 @@ def _with_plain_rows(tensors: Sequence[Tensor], domain: Domain, dim: int) -> lis
             x = wrap(x.narrow(dim, 0, sizes[domain.rank]), Sharding(domain, sizes), dim)
         out.append(x)
     return out
-
-
-def _source(sharding: Sharding) -> Tensor:
-    """Row in the source of own rows."""
-    if sharding.origin is not None:
-        return sharding.origin
-    return torch.arange(sharding.own) + sharding.first
 
 
 def rows_between(sizes: Sequence[int], first: int, last: int) -> list[int]:
