@@ -1,7 +1,7 @@
 """Why exact: what cutting a mesh into independent blocks does to a prediction, and what shards do.
 
     python benchmarks/why_exact.py                          surfaces of datasets/, a million points
-    python benchmarks/why_exact.py --only volumes --data DIR    run_N/volume_N.vtu and boundary_N.vtp
+    python benchmarks/why_exact.py --only volumes --data DIR   run_N/volume_N.vtu, boundary_N.vtp
 
 A small Transolver learns fields round Ahmed bodies (or round a sphere, on points). Its
 prediction of a body that it has not seen, whole in one go, is compared with what others do when a
@@ -164,7 +164,7 @@ def _shard_job(place: str) -> np.ndarray:
     return np.asarray(answer.to_local().numpy())
 
 
-# ------------------------------------------------------------------------------------------ training
+# ----------------------------------------------------------------------------------------- training
 def trained(case: Case, choose: Callable[[Case, Sample, torch.Generator], Tensor]) -> Any:
     """A Transolver after AdamW with a cosine schedule, on the points that `choose` gives."""
     torch.manual_seed(0)
@@ -212,7 +212,7 @@ def random_labels(n: int, k: int) -> Labels:
     return np.random.default_rng(0).permutation(np.arange(n) % k)
 
 
-# ------------------------------------------------------------------------------------------- samples
+# ------------------------------------------------------------------------------------------ samples
 def surfaces(data: Path) -> Case:
     """Pressure and wall shear on the surfaces of Ahmed bodies."""
     files = sorted(data.glob("run_*/boundary_*.vtp"))

@@ -47,7 +47,7 @@ class GAT(nn.Module):
 
 
 class EdgeNet(nn.Module):
-    """The layers of PyG's examples/dgcnn_segmentation.py on a given graph, with a global readout."""
+    """Layers of PyG's examples/dgcnn_segmentation.py on a given graph, with a global readout."""
 
     def __init__(self):
         super().__init__()

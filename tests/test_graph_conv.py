@@ -370,8 +370,8 @@ def test_what_cannot_be_right_is_refused_by_name():
     _, graph, x, _ = sample(Domain(), directed=True)
     with pytest.raises(NoShardRule, match=r"Strange .*neither a row for each node"):
         convert(Strange())(x, graph)
+    wrong = ShardTensor.from_local(x[:9], Sharding(Domain(), [9]))
     with pytest.raises(MeshshardError, match=r"GCNConv: edge_weight .* is not divided as the 60"):
-        wrong = ShardTensor.from_local(x[:9], Sharding(Domain(), [9]))
         convert(pyg.GCNConv(C, C))(x, graph, wrong)
     with pytest.raises(NoShardRule, match=r"dropout inside APPNP"):
         convert(pyg.APPNP(2, 0.1, dropout=0.5))(x, graph)
