@@ -100,7 +100,7 @@ def _speeds(tokens: int) -> list[float]:
         lambda: _step(layer, mine),
     ]
     once = [lambda: _step(layer, whole) if domain.rank == 0 else None]
-    rounds = max(3, min(21, 32_768 // tokens * 4))
+    rounds = max(2, min(11, 65_536 // tokens))
     if tokens < 32_768:
         together(2, calls + once)
     both = together(rounds, calls)

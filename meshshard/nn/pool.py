@@ -199,7 +199,7 @@ def random_points(x: Tensor, n: int, seed: int) -> Tensor:
     Returns:
         (n_rows,) bool, as sharded as x: `x[mask]` has the chosen rows, where they are.
 
-    Communication: four all-reduces of 2^14 counts and two gathers of objects.
+    Communication: four all-reduces of 2^14 counts and one gather of objects.
     """
     rows, sharding = _own(x)
     if not 0 <= n <= sharding.total:
