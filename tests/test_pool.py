@@ -64,7 +64,8 @@ def pool_job(name, sizes, with_batch, size, ties):
     coefficients = draw(*out.shape, seed=7)
     (wanted,) = torch.autograd.grad((out * coefficients).sum(), x)
     mine = leaf(domain, x, sizes, True, 0)
-    got = ours(mine, None if samples is None else shard(samples, domain, sizes), size)
+    divided = samples if samples is None or ties else shard(samples, domain, sizes)
+    got = ours(mine, divided, size)
     assert type(got) is torch.Tensor
     (got * coefficients).sum().backward()
     if name != "attention":  # whose modules are made of PyG's for plain tensors

@@ -280,3 +280,22 @@ def uneven_patches_job():
 
 def test_patches_that_two_ranks_share_are_refused(ranks):
     ranks[2].run(uneven_patches_job)
+
+
+def inference_job(name, mode):
+    """Without gradients torch takes its fast path for the whole; shards must equal that too."""
+    domain = init_domain()
+    make, forward = MODULES[name]
+    model = made(make).eval()
+    x, y, tokens = draw(N, 8), draw(M, 8, seed=1), draw(3, 8, seed=2)
+    with mode():
+        out = forward(model, x, y, tokens)
+        sizes = SIZES[2][0]
+        got = forward(model, shard(x, domain, sizes[0]), shard(y, domain, sizes[1]), tokens)
+        return far(got.gather(), out)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["self", "by default", "encoder", "causal encoder"])
+def test_inference_equals_the_fast_path(ranks, name, mode):
+    assert max(ranks[2].run(inference_job, name, mode)) <= TOLERANCE

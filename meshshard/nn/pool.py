@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.tensor import Sharding, ShardTensor
+from meshshard.tensor.align import own_rows
 from meshshard.tensor.core import wrap
 from meshshard.tensor.random import numbers
 from meshshard.tensor.tokens import merged
@@ -31,7 +32,7 @@ def global_add_pool(x: Tensor, batch: Tensor | None = None, size: int | None = N
 
     Args:
         x: (n, …) floating, sharded by rows or plain.
-        batch: (n,) int64 sample of each row, in any order; None for one sample.
+        batch: (n,) int64 sample of each row in any order, as x or plain; None for one sample.
         size: number of samples, the largest in `batch` and one by default.
 
     Returns:
@@ -257,6 +258,8 @@ def _samples(rows: Tensor, sharding: Sharding, batch: Any, size: int | None) -> 
     if batch is None:
         return rows.new_zeros(len(rows), dtype=torch.int64), 1 if size is None else size
     sample, other = _own(batch)
+    if type(batch) is Tensor and len(batch) == sharding.total:
+        sample, other = own_rows(batch, sharding, 0), sharding
     if other != sharding:
         raise MeshshardError(
             f"batch has {len(batch)} rows in {other}, x has {sharding.total} in {sharding}"
