@@ -115,6 +115,12 @@ class Exchange:
             self.check(x)
         return Running(self, x)
 
+    def start_back(self, halo: Tensor) -> _wire.Pending | None:
+        """Send (n_halo, …) gradients home; `wait` gives those of `send_rows`, None serially."""
+        if self.domain.size == 1:
+            return None
+        return _wire.start_all_to_all(self.domain, halo, self.receive, self.send, "accumulate")
+
 
 class Running:
     """An exchange under way."""
@@ -125,6 +131,12 @@ class Running:
         if plan.domain.size > 1 and not torch.compiler.is_compiling():
             with torch.no_grad():
                 self._pending = _send(plan, x.detach())
+
+    def arrived(self) -> Tensor:
+        """(n_halo, …) halo rows alone, outside of autograd: for operators with an adjoint."""
+        if self._pending is None:
+            return self._x[:0] if self._plan.domain.size == 1 else _send(self._plan, self._x).wait()
+        return self._pending.wait()
 
     def finish(self) -> Tensor:
         """(n_local, …) owned rows, then halo rows."""

@@ -1,6 +1,7 @@
 """models: complete surrogates built from `nn`; the same code serial and sharded."""
 
 from meshshard.models.dgcnn import DGCNN, DynamicEdgeConv
+from meshshard.models.mesh_graph_net import MeshGraphNet
 from meshshard.models.transolver import Transolver, TransolverOptions
 
-__all__ = ["DGCNN", "DynamicEdgeConv", "Transolver", "TransolverOptions"]
+__all__ = ["DGCNN", "DynamicEdgeConv", "MeshGraphNet", "Transolver", "TransolverOptions"]

@@ -3,11 +3,13 @@
 They take ShardTensors, or plain tensors, and give back the same kind. Each says what it sends.
 """
 
+from meshshard.nn.aggregate import aggregate
 from meshshard.nn.attention import Bottleneck
 from meshshard.nn.convert import convert
 from meshshard.nn.grid import Box, grid_from_points, points_from_grid
 from meshshard.nn.interpolate import knn_interpolate
 from meshshard.nn.knn import ball_query, edge_vectors, grouped, knn, knn_graph, radius_graph
+from meshshard.nn.mesh_block import MeshBlock
 from meshshard.nn.pool import (
     AttentionPool,
     attention_pool,
@@ -24,7 +26,9 @@ __all__ = [
     "AttentionPool",
     "Bottleneck",
     "Box",
+    "MeshBlock",
     "SliceAttention",
+    "aggregate",
     "attention_pool",
     "ball_query",
     "convert",

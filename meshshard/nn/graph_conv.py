@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshshard.errors import MeshshardError
+from meshshard.nn._fused import fused
 from meshshard.nn._inside import RUNNING, Inside
 from meshshard.nn._rings import Rings, bipartite, padded, rings_of
 from meshshard.nn._subclass import is_changed, reclass
@@ -127,9 +128,12 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
     names = list(signature(forward).parameters)
     given = dict(zip(names, args, strict=False)) | kwargs
     graph = next(a for a in given.values() if isinstance(a, ShardGraph))
-    rings = rings_of(graph, conv._meshshard_rings)
     name = type(conv).__name__
     _all_sharded(given, graph, name)
+    quick = fused(conv, given, graph) if conv.node_dim == -2 else None
+    if quick is not None:
+        return quick
+    rings = rings_of(graph, conv._meshshard_rings)
     local = {n: _local(n, a, rings, name) for n, a in given.items()}
     if bipartite(graph) and "size" in names and local.get("size") is None:
         local["size"] = (rings.n_rows, rings.n_to)

@@ -1,0 +1,141 @@
+"""MeshGraphNet: equal to its maths on the whole graph, and to itself on any ranks."""
+
+import copy
+
+import convs
+import pytest
+import torch
+from convs import divided, farthest, grid, own, sample
+from torch import nn
+
+from meshshard.comm import init_domain
+from meshshard.comm.domain import counted
+from meshshard.models import MeshGraphNet
+from meshshard.tensor import ShardGraph, ShardTensor
+
+NODE, WIDTH = convs.CHANNELS, 8
+
+
+def reference(model, x, edges, e):
+    """The model as its paper says, on a whole graph."""
+    x, e = model.encode_nodes(x), model.encode_edges(e)
+    for block in model.blocks:
+        e = e + block.edges(torch.cat([x[edges[1]], x[edges[0]], e], -1))
+        arrived = torch.zeros_like(x).index_add(0, edges[1], e)
+        x = x + block.nodes(torch.cat([x, arrived], -1))
+    return model.decode(x)
+
+
+def made(layers=3, width=WIDTH):
+    torch.manual_seed(1)
+    return MeshGraphNet(NODE, convs.EDGE, 3, width, layers).double()
+
+
+def exact_job(directed):
+    """Output and every gradient, first and second."""
+    domain = init_domain()
+    edges, graph, x, e = sample(domain, directed)
+    model = made()
+    ours = copy.deepcopy(model)
+    a, b = x.clone().requires_grad_(), e.clone().requires_grad_()
+    out = reference(model, a, edges, b)
+    out.square().sum().backward()
+    shards = own(x, graph.nodes), graph.take(e).requires_grad_()
+    with counted(domain) as forward:
+        got = ours(shards[0], graph, shards[1])
+    got.square().sum().backward()
+    domain.average_gradients(ours)
+    found = {
+        "output": farthest(got.detach().gather(), out.detach()),
+        "x": farthest(shards[0].grad.gather(), a.grad),
+        "e": farthest(shards[1].grad.to_local(), b.grad[graph.edges.origin]),
+    }
+    for (name, p), q in zip(ours.named_parameters(), model.parameters(), strict=True):
+        found[name] = farthest(p.grad, q.grad)
+    if domain.size > 1:
+        assert forward.counts["exchange"].calls == len(model.blocks)
+        assert forward.counts["exchange"].rows == 3 * sum(graph.exchange.send)
+    return {k: v for k, v in found.items() if v > 1e-10}
+
+
+@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_model_is_that_of_the_paper(ranks, size, directed):
+    found = [exact_job(directed)] if size == 1 else ranks[size].run(exact_job, directed)
+    assert found == [{}] * size
+
+
+def second(model, x, graph, e):
+    """A residual of derivatives of the output by the nodes."""
+    out = model(x, graph, e)
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    loss = (slope[:, :3] - out).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def second_job():
+    domain = init_domain()
+    edges, graph, x, e = sample(domain, directed=True)
+    model = made(2)
+    ours = copy.deepcopy(model)
+    serial = convs.serial(edges)
+    want = second(model, own(x, serial.nodes), serial, serial.take(e))
+    got = second(ours, own(x, graph.nodes), graph, graph.take(e))
+    domain.average_gradients(ours)
+    pairs = zip(ours.parameters(), model.parameters(), strict=True)
+    return max([farthest(got, want), *[farthest(p.grad, q.grad) for p, q in pairs]])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_second_derivatives(ranks, size):
+    assert max(ranks[size].run(second_job)) < 1e-10
+
+
+def bitwise_job(metis):
+    """In float32, on shards of more than 64 rows."""
+    domain = init_domain()
+    edges, nodes, origin = divided(grid(24, 20), 480, domain, metis)
+    edges = edges[:, torch.argsort(edges[1], stable=True)]
+    graph, whole = ShardGraph.from_edge_index(edges, nodes), convs.serial(edges, 480)
+    x = torch.randn(480, NODE, generator=torch.Generator().manual_seed(1))[origin]
+    e = torch.rand(edges.shape[1], convs.EDGE, generator=torch.Generator().manual_seed(2))
+    model = made(width=16).float()
+    with torch.no_grad():
+        out = model(x, whole, e)
+        assert torch.equal(out, model(x, edges, e))
+        mine = x[nodes.first : nodes.first + nodes.own]
+        got = model(ShardTensor.from_local(mine, nodes), graph, graph.take(e)).gather()
+    return farthest(got, out)
+
+
+@pytest.mark.parametrize("metis", [True, False], ids=["metis", "random"])
+def test_forward_is_bitwise(ranks, metis):
+    assert ranks[3].run(bitwise_job, metis) == [0.0] * 3
+
+
+def trajectory_job():
+    """Losses of 30 steps of Adam, serial and sharded."""
+    domain = init_domain()
+    edges, graph, x, e = sample(domain, directed=True)
+    model, losses = made(), []
+    target = torch.sin(x[:, :3])
+    serial = convs.serial(edges)
+    for where, one in ((serial, copy.deepcopy(model)), (graph, model)):
+        optimizer = torch.optim.Adam(one.parameters(), lr=1e-2)
+        curve = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            out = one(own(x, where.nodes), where, where.take(e))
+            loss = nn.functional.mse_loss(out, convs.shard_of(target, where.nodes))
+            loss.backward()
+            where.domain.average_gradients(one)
+            optimizer.step()
+            curve.append(loss.item())
+        losses.append(curve)
+    assert losses[0][-1] < 0.7 * losses[0][0]
+    return farthest(torch.tensor(losses[1]), torch.tensor(losses[0]))
+
+
+def test_training_is_that_of_one_rank(ranks):
+    assert max(ranks[3].run(trajectory_job)) < 1e-9
