@@ -54,7 +54,7 @@ class Backward:
         to_answers = torch.zeros_like(answers, dtype=self.mass.dtype)
         for i, (_, rows) in enumerate(self.tiles):
             tile, g = self.x[:, rows], grad[:, rows]
-            w = self.kept[i] if self.kept else self.layer.slices(tile, rows, False)[0]
+            w = self.kept[i] if self.kept else self.layer.weights(tile, rows)
             gathered = collected(w, answers)
             if direct is not None:
                 leaves = [leaf(tile), leaf(out(gathered))]
@@ -81,21 +81,22 @@ class Backward:
         """The second pass: gradients of the rows."""
         slices, dtype = self.layer.slices, self.x.dtype
         gS, gd = (g.to(dtype) for g in to_sums)
-        both = torch.cat([gS, self.answers.detach()], -1).transpose(-1, -2)  # (B, H, 2D, G)
+        both = torch.cat([gS, self.answers.detach()], -1).transpose(-1, -2).flatten(0, 1)
+        gd = gd.flatten(0, 1)[:, None]  # (B * H, 1, G) beside (B * H, 2D, G)
         gx = at_values if direct is None else direct
         for _, rows in self.tiles:
             tile = leaf(self.x[:, rows])
             with torch.enable_grad():
-                w, f = slices(tile, rows, True)
+                w, f, _ = self.layer.sliced(tile, rows)
             back = at_values[:, rows].reshape(f.shape)
-            pairs = torch.cat([f.detach(), back], -1).permute(0, 2, 1, 3)
-            gw = (torch.matmul(pairs, both) + gd[:, :, None]).permute(0, 2, 1, 3)
+            pairs = torch.cat([f.detach(), back], -1).permute(0, 2, 1, 3).flatten(0, 1)
+            gw = torch.baddbmm(gd, pairs, both).unflatten(0, gS.shape[:2]).permute(0, 2, 1, 3)
             gf = torch.matmul(w.detach().permute(0, 2, 1, 3), gS).permute(0, 2, 1, 3)
             found = vjp([w, f], [tile, *slices.tensors], [gw, gf])
             of_slices.add(found[1:])
             here, own = found[0], None if direct is None else direct[:, rows]
             assert here is not None
-            gx[:, rows] = here if own is None else own + here
+            gx[:, rows] = here if own is None else here.add_(own)
         return gx
 
 

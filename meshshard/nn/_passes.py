@@ -38,7 +38,7 @@ def _ordinary(layer: Layer, run: Run, x: Tensor) -> Tensor:
     run = replace(run, tile=0)
     sums, tiles = Sums(run, kept=[]), run.tiles()
     for shard, rows in tiles:
-        sums.add(shard, *layer.slices(x[:, rows], rows, True))
+        sums.add(shard, *layer.sliced(x[:, rows], rows)[:2])
     answers = layer.tokens(means(sums.total(), layer.eps, x.dtype))
     assert sums.kept is not None
     outs = [
@@ -49,13 +49,19 @@ def _ordinary(layer: Layer, run: Run, x: Tensor) -> Tensor:
 
 
 def _forward(layer: Layer, run: Run, x: Tensor, kept: list[Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Output rows and the sums over all rows; the weights go into `kept`."""
-    sums = Sums(run, kept=kept)
+    """Output rows and the sums over all rows; the weights go into `kept`.
+
+    The output's memory first holds what the weights are made of, where these are not kept.
+    """
+    sums, out = Sums(run, kept=kept), torch.empty_like(x)
     for shard, rows in run.tiles():
-        sums.add(shard, *layer.slices(x[:, rows], rows, True))
+        w, f, middle = layer.sliced(x[:, rows], rows)
+        sums.add(shard, w, f)
+        if kept is None:
+            out[:, rows] = middle
     total = sums.total()
-    answers = layer.tokens(means(total, layer.eps, x.dtype))
-    return _pass(partial(_ended, layer, answers, kept), None, run, x)[0], total
+    end = partial(_ended, layer, layer.tokens(means(total, layer.eps, x.dtype)), kept, out)
+    return _pass(end, None, run, x, out)[0], total
 
 
 class _Tiled(torch.autograd.Function):
@@ -132,9 +138,8 @@ def infer(first: Piece, layers: Sequence[Layer], run: Run, x: Tensor) -> Tensor:
     hidden, sums = _pass(lambda tile, i, rows: first(tile), layers[0], run, x)
     for ending, beginning in zip(layers, [*layers[1:], None], strict=True):
         answers = ending.tokens(means(sums.total(), ending.eps, hidden.dtype))
-        end = partial(_ended, ending, answers, sums.kept)
-        into = None if beginning is None else hidden
-        hidden, sums = _pass(end, beginning, run, hidden, into)
+        end = partial(_ended, ending, answers, sums.kept, None)
+        hidden, sums = _pass(end, beginning, run, hidden, hidden)
     return hidden
 
 
@@ -145,21 +150,30 @@ def _pass(
     x: Tensor,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
-    """What `end` makes of all rows, and the sums with which the next layer begins."""
+    """What `end` makes of all rows, `into` where it fits, and the sums for the next layer."""
     sums = Sums(run, kept=[] if run.keep else None)
     for i, (shard, rows) in enumerate(run.tiles()):
         y = end(x[:, rows], i, rows)
-        if into is None:
+        if i == 0 and (into is None or into.shape[2:] != y.shape[2:]):
             into = y.new_empty((*x.shape[:2], *y.shape[2:]))
+        assert into is not None
         into[:, rows] = y
         if beginning is not None:
-            sums.add(shard, *beginning.slices(y, rows, True))
+            sums.add(shard, *beginning.sliced(y, rows)[:2])
     assert into is not None
     return into, sums
 
 
 def _ended(
-    layer: Layer, answers: Tensor, kept: list[Tensor] | None, tile: Tensor, i: int, rows: slice
+    layer: Layer,
+    answers: Tensor,
+    kept: list[Tensor] | None,
+    middle: Tensor | None,
+    tile: Tensor,
+    i: int,
+    rows: slice,
 ) -> Tensor:
-    w = kept[i] if kept else layer.slices(tile, rows, False)[0]
+    """What a layer makes of one tile, given its weights, or what they are made of, or neither."""
+    made_of = None if middle is None else middle[:, rows]
+    w = kept[i] if kept else layer.weights(tile, rows, made_of)
     return layer.after(tile, layer.out(collected(w, answers)))  # type: ignore[no-any-return]

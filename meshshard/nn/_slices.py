@@ -39,7 +39,8 @@ class Layer:
     """What is to be done with rows x (B, n, C), H heads of width D, G slices.
 
     Attributes:
-        slices: (x, rows, wanted) to weights (B, n, H, G) and, where wanted, values (B, n, H, D).
+        slices: (x, rows, middle, wanted) to weights (B, n, H, G), where wanted values (B, n, H, D),
+            and what the weights are made of, `middle` (B, n, C), which may be given.
         tokens: (B, H, G, D) means of the values, weighted, to what the slices answer.
         out: weight and bias of the projection of the answers that a row collects.
         after: (x, answer) to (B, n, …), what follows on the same row; None for nothing.
@@ -61,6 +62,14 @@ class Layer:
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything besides the rows that a gradient may flow to."""
         return tuple(t for piece in self.pieces for t in piece.tensors)
+
+    def weights(self, x: Tensor, rows: slice, middle: Tensor | None = None) -> Tensor:
+        """Weights (B, n, H, G) alone, of rows or what is made of them."""
+        return self.slices(x, rows, middle, False)[0]  # type: ignore[no-any-return]
+
+    def sliced(self, x: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, values, and what the weights are made of."""
+        return self.slices(x, rows, None, True)  # type: ignore[no-any-return]
 
     def on(self, tensors: Sequence[Tensor]) -> Layer:
         """The same functions with other tensors."""

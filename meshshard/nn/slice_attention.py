@@ -166,12 +166,18 @@ class _Fixed:
 
     eps: float | None  # of the norm before, where there is one
 
-    def __call__(self, x: Tensor, rows: slice, wanted: bool, *given: Tensor) -> Any:
-        """(B, n, H, G) and (B, n, H, D)."""
-        x, (wx, bx, ws, bs, wf, bf) = _normed(x, given, self.eps)
-        middle = F.linear(x, wx, bx).view(*x.shape[:2], len(bs), ws.shape[1])
-        w = F.linear(middle, ws).add_(bs).softmax(-1)
-        return w, F.linear(x, wf, bf).view(middle.shape) if wanted else None
+    def __call__(
+        self, x: Tensor, rows: slice, middle: Tensor | None, wanted: bool, *given: Tensor
+    ) -> Any:
+        """(B, n, H, G), (B, n, H, D) where wanted, and (B, n, C)."""
+        wx, bx, ws, bs, wf, bf = given[-6:]
+        if middle is None or wanted:
+            x = _normed(x, given, self.eps)
+        if middle is None:
+            middle = F.linear(x, wx, bx)
+        shape = *x.shape[:2], len(bs), ws.shape[1]
+        w = F.linear(middle.view(shape), ws).add_(bs).softmax(-1)
+        return w, F.linear(x, wf, bf).view(shape) if wanted else None, middle
 
 
 @dataclass(frozen=True)
@@ -181,23 +187,23 @@ class _Adaptive:
     eps: float | None
     noise: Noise | None
 
-    def __call__(self, x: Tensor, rows: slice, wanted: bool, *given: Tensor) -> Any:
-        """(B, n, H, G) and (B, n, H, D)."""
-        x, (wx, bx, ws, bs, w0, b0, w2, b2, bias) = _normed(x, given, self.eps)
-        middle = F.linear(x, wx, bx).view(*x.shape[:2], len(bias), ws.shape[1])
-        T = F.gelu(F.linear(F.gelu(F.linear(middle, w0, b0)), w2, b2)) + bias
-        logits = F.linear(middle, ws, bs)
+    def __call__(
+        self, x: Tensor, rows: slice, middle: Tensor | None, wanted: bool, *given: Tensor
+    ) -> Any:
+        """(B, n, H, G), (B, n, H, D), and (B, n, C)."""
+        wx, bx, ws, bs, w0, b0, w2, b2, bias = given[-9:]
+        if middle is None:
+            middle = F.linear(_normed(x, given, self.eps), wx, bx)
+        f = middle.view(*x.shape[:2], len(bias), ws.shape[1])
+        T = F.gelu(F.linear(F.gelu(F.linear(f, w0, b0)), w2, b2)) + bias
+        logits = F.linear(f, ws, bs)
         if self.noise is not None:
             logits = logits + self.noise(rows)
-        return (logits / T.clamp(min=0.01)).softmax(-1), middle
+        return (logits / T.clamp(min=0.01)).softmax(-1), f, middle
 
 
-def _normed(
-    x: Tensor, given: tuple[Tensor, ...], eps: float | None
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    if eps is None:
-        return x, given
-    return F.layer_norm(x, x.shape[-1:], given[0], given[1], eps), given[2:]
+def _normed(x: Tensor, given: tuple[Tensor, ...], eps: float | None) -> Tensor:
+    return x if eps is None else F.layer_norm(x, x.shape[-1:], given[0], given[1], eps)
 
 
 def _attention(s: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, *context: Tensor) -> Tensor:
