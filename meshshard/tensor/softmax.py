@@ -77,7 +77,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
     Keys may have fewer heads, each then serves several of the queries'. Second derivatives gather
     all keys, and hold own queries x all keys.
 
-    Communication: ring: ranks - 1 all-to-alls a block of 4,096 rows of keys and values forward,
+    Communication: ring: ranks - 1 all-to-alls a block of 2,048 rows of keys and values forward,
     twice as many backward; tokens: two all-reduces (largest exponents; sums) forward, one backward.
     """
     out: Tensor = _Attention.apply(q, k, v, how)  # type: ignore[no-untyped-call]
@@ -147,14 +147,15 @@ def _backward(
 
     for block in keys.blocks():
         k_block, v_block = keys.unpacked(block.rows)
-        dk_block, dv_block = (torch.zeros_like(x, dtype=lse.dtype) for x in (k_block, v_block))
+        grads = torch.zeros_like(block.rows, dtype=lse.dtype)
+        into = (dq, *keys.split(grads))
         for rows, columns, tile in keys.tiles(block):
             r, c = (..., rows, slice(None)), (..., columns, slice(None))
             mine = out[r], lse[..., rows]
             parts = attend_backward(grad[r], mine, q[r], k_block[c], v_block[c], tile)
-            for into, at, part in zip((dq, dk_block, dv_block), (r, c, c), parts, strict=True):
-                into[at] += part
-        keys.ring.give_back(block, keys.packed_grads(dk_block, dv_block), add)
+            for x, at, part in zip(into, (r, c, c), parts, strict=True):
+                x[at] += keys.folded(part, x.shape[1])
+        keys.ring.give_back(block, grads, add)
     keys.ring.finish(add)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -190,11 +191,11 @@ class _Keys:
         return _rows(self.k[:, :, start:stop], self.v[:, :, start:stop])
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows as keys and values, (batch, heads, n, width)."""
+        """Rows as keys and values, (batch, heads, n, width), in the same memory."""
         b, h = self.k.shape[:2]
         width = b * h * self.k.shape[-1]
-        k = rows[:, :width].reshape(-1, b, h, self.k.shape[-1]).movedim(0, 2)
-        v = rows[:, width:].reshape(-1, b, h, self.v.shape[-1]).movedim(0, 2)
+        k = rows[:, :width].view(-1, b, h, self.k.shape[-1]).movedim(0, 2)
+        v = rows[:, width:].view(-1, b, h, self.v.shape[-1]).movedim(0, 2)
         return k, v
 
     def unpacked(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,12 +205,10 @@ class _Keys:
             return k, v
         return k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)
 
-    def packed_grads(self, dk: Tensor, dv: Tensor) -> Tensor:
-        """Gradients of a block's keys and values as rows."""
-        if self.groups > 1:
-            b, h = self.k.shape[:2]
-            dk, dv = (x.reshape(b, h, self.groups, *x.shape[2:]).sum(2) for x in (dk, dv))
-        return _rows(dk, dv)
+    def folded(self, x: Tensor, heads: int) -> Tensor:
+        """Gradients of as many heads as queries have, as those of fewer."""
+        b, _, n, width = x.shape
+        return x if x.shape[1] == heads else x.reshape(b, heads, -1, n, width).sum(2)
 
 
 def _rows(k: Tensor, v: Tensor) -> Tensor:
