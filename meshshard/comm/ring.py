@@ -19,7 +19,7 @@ __all__ = ["Block", "Ring"]
 
 Take = Callable[[int, int], Tensor]  # own rows from one to before another, (n, width)
 Add = Callable[[int, Tensor], None]  # add (n, width) to own rows from one on
-ROWS = 2048  # of a block: what is under way is small beside the rows of a rank
+ROWS = 1024  # of a block: what is under way is small beside the rows of a rank
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
     Keys may have fewer heads, each then serves several of the queries'. Second derivatives gather
     all keys, and hold own queries x all keys.
 
-    Communication: ring: ranks - 1 all-to-alls a block of 2,048 rows of keys and values forward,
+    Communication: ring: ranks - 1 all-to-alls a block of 1,024 rows of keys and values forward,
     twice as many backward; tokens: two all-reduces (largest exponents; sums) forward, one backward.
     """
     out: Tensor = _Attention.apply(q, k, v, how)  # type: ignore[no-untyped-call]
