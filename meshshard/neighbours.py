@@ -1,4 +1,4 @@
-"""Neighbours: the points nearest to a place, exactly, by a k-d tree; ties go to the lower row."""
+"""Neighbours: the points nearest to a place, exactly, by a k-d tree; ties go by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = 1e-160  # below, squares lose their digits
 
 
 class Pairs(NamedTuple):
-    """Places and rows that are near each other, ordered by place, distance, row.
+    """Places and rows that are near each other, ordered by place, distance, name.
 
     Attributes:
         at: (n_pairs,) number of the place.
@@ -41,30 +41,40 @@ class Cloud:
 
     Attributes:
         points: (n, d) finite float64.
+        names: (n,) int64 by which ties are broken, the lowest first.
     """
 
-    def __init__(self, points: Array, most: int | None = None, workers: int = 1) -> None:
+    def __init__(
+        self,
+        points: Array,
+        most: int | None = None,
+        names: Array | None = None,
+        workers: int = 1,
+    ) -> None:
         """Prepare points.
 
         Args:
             points: (n, d) finite float64.
             most: neighbours that will be asked for, where that is known. Nobody hears a point with
-                more than that many of lower row at its place, so such points are left out: a tree
+                more than that many of lower name at its place, so such points are left out: a tree
                 full of them would be one leaf.
+            names: (n,) int64; the rows if left out.
             workers: threads that search.
         """
         from scipy.spatial import cKDTree
 
         self.points = points
+        self.names = np.arange(len(points)) if names is None else names
         self._workers = workers
-        self._order, self._crowd = _thinned(points, len(points) if most is None else most)
+        most = len(points) if most is None else most
+        self._order, self._crowd = _thinned(points, most, self.names)
         self._along = points[self._order]
         self._tree = cKDTree(self._along, leafsize=16, balanced_tree=False)
 
     def nearest(
         self, k: int, places: Array | None = None, within: float = np.inf
     ) -> tuple[Array, Array]:
-        """The k nearest points of each place, by distance, then row.
+        """The k nearest points of each place, by distance, then name.
 
         Args:
             k: at most `most`.
@@ -149,7 +159,7 @@ class Cloud:
         near = to[rows]
         squares = squared_length(places[rows][:, None] - self.points[near])
         squares[near < 0] = np.inf
-        by = np.lexsort((near, squares))
+        by = np.lexsort((self.names[near], squares))
         near, squares = np.take_along_axis(near, by, 1), np.take_along_axis(squares, by, 1)
         near[squares > within**2] = -1
         to[rows] = near
@@ -177,7 +187,7 @@ class Cloud:
             other = to != itself[at]
             at, to = at[other], to[other]
         squares = squared_length(places[at] - self.points[to])
-        by = np.lexsort((to, squares, at))
+        by = np.lexsort((self.names[to], squares, at))
         return Pairs(at[by], to[by], squares[by])
 
 
@@ -215,7 +225,7 @@ def widened(distance: Any) -> Any:
     return distance * (1 + 1e-12) + TINY
 
 
-def _thinned(points: Array, k: int) -> tuple[Array, Array]:
+def _thinned(points: Array, k: int, names: Array) -> tuple[Array, Array]:
     """Rows along a Z-curve, and those that nobody needs who asks for k neighbours."""
     order = morton_order(points[:, :3])
     if len(points) < 2**31:
@@ -225,8 +235,9 @@ def _thinned(points: Array, k: int) -> tuple[Array, Array]:
     along = points[order]
     place = np.zeros(len(order), np.int64)
     np.cumsum((along[1:] != along[:-1]).any(axis=1), out=place[1:])
-    if place[-1] == len(place) - 1:
+    if not len(place) or place[-1] == len(place) - 1:
         return order, order[:0]
+    order = order[np.lexsort((names[order], place))]
     crowd = rank_in_row(place) > k
     return order[~crowd], order[crowd]
 

@@ -27,9 +27,12 @@ class Scan:
     looked at again in full.
     """
 
-    def __init__(self, points: Tensor) -> None:
-        """Prepare (n, d) finite float64 points; answers come as numpy arrays."""
-        self._points = points
+    def __init__(self, points: Tensor, names: Tensor) -> None:
+        """Prepare (n, d) finite float64 points and (n,) names; answers come as numpy arrays."""
+        self._rows = names.argsort(stable=True)  # columns ascend by name
+        self._columns = torch.empty_like(self._rows)
+        self._columns[self._rows] = torch.arange(len(names), device=names.device)
+        self._points = points = points[self._rows]
         self._centre = points.mean(0) if len(points) else points.new_zeros(points.shape[1])
         self._moved = points - self._centre
         self._squares = (self._moved * self._moved).sum(1)
@@ -38,15 +41,15 @@ class Scan:
         self, k: int, places: Array | None = None, within: float = math.inf
     ) -> tuple[Array, Array]:
         """As `Cloud.nearest`."""
-        there = self._points if places is None else self._put(places)
+        there = self._points[self._columns] if places is None else self._put(places)
         n, m, device = len(self._points), len(there), there.device
         width = min(k, n - (places is None))
         found = torch.full((m, k), -1, dtype=torch.int64, device=device)
         reach = torch.full((m,), math.inf, dtype=torch.float64, device=device)
         for rows in self._chunks(m) if width > 0 else []:
-            itself = rows if places is None else None
+            itself = self._columns[rows] if places is None else None
             to, squares = self._nearest(there[rows], width, itself)
-            found[rows, :width] = torch.where(squares <= within**2, to, -1)
+            found[rows, :width] = torch.where(squares <= within**2, self._rows[to], -1)
             if width == k:
                 last = squares[:, -1]
                 reach[rows] = torch.where(last <= within**2, last.sqrt(), math.inf)
@@ -54,7 +57,7 @@ class Scan:
 
     def count(self, within: float, places: Array | None = None) -> Array:
         """As `Cloud.count`."""
-        there = self._points if places is None else self._put(places)
+        there = self._points[self._columns] if places is None else self._put(places)
         counts = [
             (self._all(there[rows], None) <= within**2).sum(1) for rows in self._chunks(len(there))
         ]
@@ -62,14 +65,15 @@ class Scan:
 
     def ball(self, within: float, places: Array | None = None) -> Iterator[Pairs]:
         """As `Cloud.ball`."""
-        there = self._points if places is None else self._put(places)
+        there = self._points[self._columns] if places is None else self._put(places)
         for rows in self._chunks(len(there)):
-            squares = self._all(there[rows], rows if places is None else None)
+            itself = self._columns[rows] if places is None else None
+            squares = self._all(there[rows], itself)
             pairs = torch.nonzero(squares <= within**2, as_tuple=True)
-            near = squares[pairs].cpu().numpy()
-            at, to = rows[pairs[0]].cpu().numpy(), pairs[1].cpu().numpy()
-            by = np.lexsort((to, near, at))
-            yield Pairs(at[by], to[by], near[by])
+            near, at, column = (a.cpu().numpy() for a in (squares[pairs], rows[pairs[0]], pairs[1]))
+            by = np.lexsort((column, near, at))
+            to = self._rows.cpu().numpy()[column[by]]
+            yield Pairs(at[by], to, near[by])
 
     def _put(self, places: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(places)).to(self._points.device)
@@ -81,7 +85,7 @@ class Scan:
         return _split(torch.arange(m, device=self._points.device), size)
 
     def _nearest(self, places: Tensor, k: int, itself: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(m, k) rows and squared distances, by distance, then row."""
+        """(m, k) columns and squared distances, by distance, then column."""
         asked = min(k + SPARE, len(self._points))
         moved = places - self._centre
         length = (moved * moved).sum(1)
@@ -129,7 +133,7 @@ def _squared(difference: Tensor) -> Tensor:
 
 
 def _ordered(to: Tensor, squares: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The first k by (distance, row), of rows that ascend."""
+    """The first k by (distance, column), of columns that ascend."""
     squares, by = squares.sort(dim=1, stable=True)
     return to.gather(1, by[:, :k]), squares[:, :k]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.mesh import Array
-from meshshard.neighbours import Cloud, finite, squared_length
+from meshshard.neighbours import Cloud, finite, squared_length, widened
 from meshshard.nn._scan import Scan
 from meshshard.nn._voxels import Rows, fetch
 from meshshard.tensor import Sharding, ShardTensor
@@ -72,15 +72,14 @@ def nearest(x: Side, y: Side | None, k: int, within: float, what: str) -> tuple[
     Returns:
         (own edges,) ids of the neighbours; (own rows of y + 1,) where those of each row begin.
     """
-    places, mine, order = _prepared(x, y, what)
+    places, mine = _prepared(x, y, what)
     k = max(0, min(k, x.sharding.total - (y is None)))
     _afford(x, len(places) * k, what)
     ids = _nearest(x, mine, None if y is None else places, k, within)
-    if y is None:
-        ids = _back(ids, order)
+    if ids.shape[1] and (ids[:, -1] >= 0).all():
+        return _tensors(x, ids.reshape(-1), np.arange(0, ids.size + 1, k))
     found = ids >= 0
-    starts = np.append(0, np.cumsum(found.sum(1)))
-    return _tensors(x, ids[found], starts)
+    return _tensors(x, ids[found], np.append(0, np.cumsum(found.sum(1))))
 
 
 def around(
@@ -91,46 +90,39 @@ def around(
     Raises:
         DomainError: more edges than may be, or than memory can hold; before they are made.
     """
-    places, mine, order = _prepared(x, y, what)
+    places, mine = _prepared(x, y, what)
     own = None if y is None else places
-    clouds = [(_cloud(x, mine.points, None), mine, np.arange(len(places)))]
-    at = mine.points if y is None else places
+    clouds = [(_cloud(x, mine, None), mine, np.arange(len(places)))]
     if x.domain.size > 1 and x.sharding.total:
-        ghosts = fetch(x.domain, mine, at, np.full(len(at), float(reach)), None)
-        clouds.append((_cloud(x, ghosts.rows.points, None), ghosts.rows, ghosts.places))
+        ghosts = fetch(x.domain, mine, places, np.full(len(places), float(reach)), None)
+        clouds.append((_cloud(x, ghosts.rows, None), ghosts.rows, ghosts.places))
     count = int(clouds[0][0].count(reach, own).sum()) - (len(places) if y is None else 0)
-    count += sum(int(c.count(reach, at[rows]).sum()) for c, _, rows in clouds[1:])
+    count += sum(int(c.count(reach, places[rows]).sum()) for c, _, rows in clouds[1:])
     _afford(x, count, what, max_edges)
     parts = [(*pairs, mine) for pairs in clouds[0][0].ball(reach, own)]
     for cloud, rows, asked in clouds[1:]:
-        parts += [(asked[p.at], p.to, p.squares, rows) for p in cloud.ball(reach, at[asked])]
+        parts += [(asked[p.at], p.to, p.squares, rows) for p in cloud.ball(reach, places[asked])]
     where = np.concatenate([np.zeros(0, np.int64), *(a for a, _, _, _ in parts)])
     to = np.concatenate([np.zeros(0, np.int64), *(r.ids[t] for _, t, _, r in parts)])
     name = np.concatenate([np.zeros(0, np.int64), *(r.names[t] for _, t, _, r in parts)])
     squares = np.concatenate([np.zeros(0), *(s for _, _, s, _ in parts)])
-    if y is None:
-        where = order[where]
     by = np.lexsort((name, squares, where))
     starts = np.append(0, np.cumsum(np.bincount(where, minlength=len(places))))
     return _tensors(x, to[by], starts)
 
 
-def _prepared(x: Side, y: Side | None, what: str) -> tuple[Array, Rows, Array]:
-    """Places, own points by name, and the row that each of these has; or an error on all ranks."""
+def _prepared(x: Side, y: Side | None, what: str) -> tuple[Array, Rows]:
+    """Places and own points, or an error on all ranks."""
     _match(x, y, what)
 
     def _check() -> tuple[Array, Array]:
         points = _finite(x, "x" if y else "points")
-        return points, points if y is None else _finite(y, "y")
+        return points, points if y is None or y is x else _finite(y, "y")
 
     points, places = x.domain.together(_check, what)
     ids = np.arange(len(points)) + x.sharding.first
     origin = x.sharding.origin
-    names = ids if origin is None else origin.cpu().numpy()
-    order = np.arange(len(points))
-    if (names[1:] < names[:-1]).any():
-        order = np.argsort(names, kind="stable")
-    return places, Rows(points[order], names[order], ids[order]), order
+    return places, Rows(points, ids if origin is None else origin.cpu().numpy(), ids)
 
 
 def _match(x: Side, y: Side | None, what: str) -> None:
@@ -183,31 +175,33 @@ def _free(device: torch.device) -> int:
         return NOTHING
 
 
-def _cloud(x: Side, points: Array, most: int | None) -> Cloud | Scan:
-    """The points in the form that is fastest to ask; chosen alike on all ranks."""
+def _cloud(x: Side, rows: Rows, most: int | None) -> Cloud | Scan:
+    """Points in the form that is fastest to ask; chosen alike on all ranks."""
     if x.domain.device.type == "cpu" and x.dims <= TREE_DIMS:
-        return Cloud(points, most, torch.get_num_threads())
-    return Scan(torch.from_numpy(points).to(x.domain.device))
+        return Cloud(rows.points, most, rows.names, torch.get_num_threads())
+    points, names = (torch.from_numpy(a).to(x.domain.device) for a in rows[:2])
+    return Scan(points, names)
 
 
 def _nearest(x: Side, mine: Rows, places: Array | None, k: int, within: float) -> Array:
-    """(n, k) ids, -1 where there are fewer, of own points by name or of places in their order."""
+    """(own places, k) ids, -1 where there are fewer."""
     at = mine.points if places is None else places
-    found, reach = _cloud(x, mine.points, k).nearest(k, places, within)
-    ids = np.append(mine.ids, -1)[found]
+    found, reach = _cloud(x, mine, k).nearest(k, places, within)
+    ids = np.where(found < 0, -1, found.astype(np.int64) + x.sharding.first)
     if x.domain.size == 1 or not x.sharding.total:
         return ids
-    ghosts = fetch(x.domain, mine, at, np.minimum(reach, within), k)
+    reach = np.minimum(reach, within)
+    ghosts = fetch(x.domain, mine, at, reach, k)
     if not len(ghosts.rows.ids) or not len(ghosts.places):
         return ids
-    asked = at[ghosts.places]
-    more, _ = _cloud(x, ghosts.rows.points, k).nearest(k, asked, within)
-    tables = [
-        _table(asked, rows, to) for rows, to in ((mine, found[ghosts.places]), (ghosts.rows, more))
-    ]
+    theirs = _cloud(x, ghosts.rows, k)
+    _, away = theirs.nearest(1, at[ghosts.places])
+    near = ghosts.places[away <= widened(reach[ghosts.places])]
+    more, _ = theirs.nearest(k, at[near], within)
+    tables = [_table(at[near], rows, to) for rows, to in ((mine, found[near]), (ghosts.rows, more))]
     squares, names, both = (np.concatenate(pair, axis=1) for pair in zip(*tables, strict=True))
     by = np.lexsort((names, squares))[:, :k]
-    ids[ghosts.places] = np.take_along_axis(both, by, 1)
+    ids[near] = np.take_along_axis(both, by, 1)
     return ids
 
 
@@ -220,13 +214,6 @@ def _table(places: Array, rows: Rows, to: Array) -> tuple[Array, Array, Array]:
     squares = squared_length(places[:, None] - rows.points[to])
     squares[missing] = np.inf
     return squares, np.where(missing, NOTHING, rows.names[to]), np.where(missing, -1, rows.ids[to])
-
-
-def _back(table: Array, order: Array) -> Array:
-    """Rows by name to their own order."""
-    out = np.empty_like(table)
-    out[order] = table
-    return out
 
 
 def _tensors(x: Side, ids: Array, starts: Array) -> tuple[Tensor, Tensor]:

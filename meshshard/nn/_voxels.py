@@ -30,11 +30,11 @@ NARROW = 2.0**-18  # of the box: nobody looks less far
 
 
 class Rows(NamedTuple):
-    """Own rows of a sharded cloud, ordered by name.
+    """Own rows of a sharded cloud.
 
     Attributes:
         points: (n_own, d) finite float64.
-        names: (n_own,) int64 by which ties are broken, ascending: rows in the source.
+        names: (n_own,) int64 by which ties are broken: rows in the source.
         ids: (n_own,) int64.
     """
 
@@ -47,7 +47,7 @@ class Ghosts(NamedTuple):
     """Points of other ranks that own places need to look at.
 
     Attributes:
-        rows: the points, ordered by name.
+        rows: the points.
         places: rows of own places that any of them may be near to.
     """
 
@@ -112,21 +112,50 @@ def fetch(domain: Domain, x: Rows, places: Array, reach: Array, k: int | None) -
     Communication: two gathers of objects (the box; up to 8,192 cells a rank), two all-to-alls of
     counts, one of cells, one of points.
     """
-    grid = _grid(domain, [x.points, places])
-    points, places = grid.moved(x.points), grid.moved(places)
-    grid, cells = _told_of(grid, points)
-    mine = np.unique(cells, return_counts=True)
-    grid, told = _alike(grid, domain.share((grid.bits, *mine)))
+    same = places is x.points
+    grid = _grid(domain, [x.points] if same else [x.points, places])
+    points = grid.moved(x.points)
+    spots = points if same else grid.moved(places)
+    cells = grid.cells(points)
+    mine = _told_of(grid, cells)
+    grid, told = _alike(grid, domain.share(mine))
+    cells = cells if mine[0] == BITS == grid.bits else grid.cells(points)
     if k is not None and x.points.shape[1] <= 3:
-        reach = np.minimum(reach, _bound(grid, told, places, reach, k))
-    wanted, asked = _wanted(domain, grid, told, places, reach)
+        reach = np.minimum(reach, _bound(grid, told, spots, reach, k))
+    wanted, asked = _wanted(domain, told, _Sorted.of(grid, spots, cells if same else None), reach)
     looks = _route(domain, wanted)
-    send = [_within(grid, points, look) for look in looks]
+    there = _Sorted.of(grid, points, cells)
+    send = [_within(there, look) for look in looks]
     packed = np.column_stack([x.points.view(np.int64), x.names, x.ids])
     came = np.concatenate(_route(domain, [packed[rows] for rows in send]))
-    came = came[np.argsort(came[:, -2], kind="stable")]
     theirs = np.ascontiguousarray(came[:, :-2]).view(np.float64)
     return Ghosts(Rows(theirs, came[:, -2], came[:, -1]), asked)
+
+
+class _Sorted(NamedTuple):
+    """Points and the cells they are in.
+
+    Attributes:
+        grid: of these cells.
+        points: (n, axes) counted from its low corner.
+        centres: (n_cells, axes) of the cells that have any.
+        cell: (n,) which of them each point is in.
+    """
+
+    grid: _Grid
+    points: Array
+    centres: Array
+    cell: Array
+
+    @staticmethod
+    def of(grid: _Grid, points: Array, cells: Array | None) -> _Sorted:
+        """Points in their cells, where these may be known."""
+        cells = grid.cells(points) if cells is None else cells
+        number = np.zeros(1 << (grid.bits * len(grid.low)), np.int32)
+        number[cells] = 1
+        occupied = np.flatnonzero(number)
+        number[occupied] = np.arange(len(occupied))
+        return _Sorted(grid, points, grid.centres(occupied), number[cells])
 
 
 def _grid(domain: Domain, clouds: list[Array]) -> _Grid:
@@ -137,14 +166,21 @@ def _grid(domain: Domain, clouds: list[Array]) -> _Grid:
     return _Grid(low, (float((high - low).max()) or 1.0) / (1 << BITS), BITS)
 
 
-def _told_of(grid: _Grid, points: Array) -> tuple[_Grid, Array]:
-    """The grid as coarse as this rank wants to tell of, and the cells of own points."""
-    for bits in range(BITS, 0, -1):
-        coarse = _Grid(grid.low, grid.size * 2.0 ** (BITS - bits), bits)
-        cells = coarse.cells(points)
-        if np.count_nonzero(np.bincount(cells)) <= CELLS:
-            break
-    return coarse, cells
+def _told_of(grid: _Grid, cells: Array) -> tuple[int, Array, Array]:
+    """What this rank tells of own points: how fine, cells, and how many are in each."""
+    counts = np.bincount(cells)
+    cells = np.flatnonzero(counts)
+    counts = counts[cells]
+    while len(cells) > CELLS and grid.bits > 1:
+        grid, cells, counts = _coarser(grid, cells, counts, 1)
+    return grid.bits, cells, counts
+
+
+def _coarser(grid: _Grid, cells: Array, counts: Array, levels: int) -> tuple[_Grid, Array, Array]:
+    """Cells and counts on a coarser grid."""
+    coarse = _Grid(grid.low, grid.size * 2.0**levels, grid.bits - levels)
+    same, back = np.unique(coarse.cells(grid.centres(cells)), return_inverse=True)
+    return coarse, same, np.bincount(back, counts, len(same)).astype(np.int64)
 
 
 Told = list[tuple[Array, Array]]
@@ -153,13 +189,11 @@ Told = list[tuple[Array, Array]]
 def _alike(grid: _Grid, told: list[tuple[int, Array, Array]]) -> tuple[_Grid, Told]:
     """The coarsest grid that any rank proposes, and what all have in it."""
     bits = min(b for b, _, _ in told)
-    grid = _Grid(grid.low, grid.size * 2.0 ** (grid.bits - bits), bits)
     out = []
     for finer, cells, counts in told:
-        old = _Grid(grid.low, grid.size * 2.0 ** (bits - finer), finer)
-        same, back = np.unique(grid.cells(old.centres(cells)), return_inverse=True)
-        out.append((same, np.bincount(back, counts, len(same))))
-    return grid, out
+        old = _Grid(grid.low, grid.size * 2.0 ** (grid.bits - finer), finer)
+        out.append(_coarser(old, cells, counts, finer - bits)[1:])
+    return _Grid(grid.low, grid.size * 2.0 ** (grid.bits - bits), bits), out
 
 
 def _bound(grid: _Grid, told: Told, places: Array, reach: Array, k: int) -> Array:
@@ -180,24 +214,21 @@ def _bound(grid: _Grid, told: Told, places: Array, reach: Array, k: int) -> Arra
     return out
 
 
-def _wanted(
-    domain: Domain, grid: _Grid, told: Told, places: Array, reach: Array
-) -> tuple[list[Array], Array]:
+def _wanted(domain: Domain, told: Told, places: _Sorted, reach: Array) -> tuple[list[Array], Array]:
     """Small cells for each rank (centre and how far they look), and the places in them."""
-    cells = grid.cells(places)
-    mine, back = np.unique(cells, return_inverse=True)
-    farthest = np.zeros(len(mine))
-    np.maximum.at(farthest, back, reach)
-    out, asked = [], np.zeros(len(places), bool)
+    grid = places.grid
+    farthest = np.zeros(len(places.centres))
+    np.maximum.at(farthest, places.cell, reach)
+    out, asked = [], np.zeros(len(reach), bool)
     for rank, (theirs, _) in enumerate(told):
         rows = np.zeros(0, np.int64)
-        if rank != domain.rank and len(theirs) and len(mine):
+        if rank != domain.rank and len(theirs) and len(reach):
             tree = _tree(grid.centres(theirs))
-            away = tree.query(grid.centres(mine))[0]
-            rows = np.flatnonzero((away <= widened(farthest + 2 * grid.half))[back])
-            rows = rows[tree.query(places[rows])[0] <= widened(reach[rows] + grid.half)]
+            near = tree.query(places.centres)[0] <= widened(farthest + 2 * grid.half)
+            rows = np.flatnonzero(near[places.cell])
+            rows = rows[tree.query(places.points[rows])[0] <= widened(reach[rows] + grid.half)]
         asked[rows] = True
-        out.append(_looks(grid, places[rows], reach[rows]))
+        out.append(_looks(grid, places.points[rows], reach[rows]))
     return out, np.flatnonzero(asked)
 
 
@@ -223,21 +254,20 @@ def _looks(grid: _Grid, places: Array, reach: Array) -> Array:
     return np.concatenate(out)
 
 
-def _within(grid: _Grid, points: Array, looks: Array) -> Array:
+def _within(there: _Sorted, looks: Array) -> Array:
     """Rows of the points that any of the looks reaches."""
-    if not len(looks) or not len(points):
+    if not len(looks) or not len(there.points):
         return np.zeros(0, np.int64)
     if np.isinf(looks[:, -1]).any():
-        return np.arange(len(points))
-    mine, back = np.unique(grid.cells(points), return_inverse=True)
-    centres = grid.centres(mine)
-    keep = np.zeros(len(points), bool)
+        return np.arange(len(there.points))
+    keep = np.zeros(len(there.points), bool)
     for far in np.unique(looks[:, -1]):
         tree = _tree(looks[looks[:, -1] == far, :-1])
-        near = tree.query(centres)[0] <= widened(far + grid.half)
-        rows = np.flatnonzero(near[back])
+        near = tree.query(there.centres)[0] <= widened(far + there.grid.half)
+        rows = np.flatnonzero(near[there.cell])
         rows = rows[~keep[rows]]
-        keep[rows] = tree.query(points[rows], distance_upper_bound=widened(far))[0] < np.inf
+        found = tree.query(there.points[rows], distance_upper_bound=widened(far))[0]
+        keep[rows[found < np.inf]] = True
     return np.flatnonzero(keep)
 
 

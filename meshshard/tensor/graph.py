@@ -74,9 +74,10 @@ class ShardGraph:
         domain = nodes.domain
         domain.together(lambda: _valid(ids, indptr, nodes, sources), "a graph")
         own = (ids >= sources.first) & (ids < sources.first + sources.own)
-        halo = torch.unique(ids[~own])
+        away = torch.nonzero(~own).view(-1)
+        halo, place = torch.unique(ids[away], return_inverse=True)
         plan = Exchange.of_halo(domain, sources.sizes, halo, "exchange of a graph")
-        rows = torch.where(own, ids - sources.first, sources.own + torch.searchsorted(halo, ids))
+        rows = (ids - sources.first).index_copy_(0, away, place + sources.own)
         return _graph(nodes, sources, (indptr, rows, halo), plan, origin)
 
     @staticmethod
