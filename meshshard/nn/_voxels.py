@@ -75,6 +75,11 @@ class _Grid(NamedTuple):
         """From the centre of a cell to its corner."""
         return self.corner(self.size)
 
+    @property
+    def side(self) -> float:
+        """From the centre of a cell to its sides, with what rounding may take."""
+        return self.size / 2 + self.box * 1e-12
+
     def corner(self, size: float) -> float:
         """From the centre of a cell of another size to its corner, with what rounding may take."""
         return size * math.sqrt(len(self.low)) / 2 + self.box * 1e-12
@@ -122,17 +127,21 @@ def fetch(domain: Domain, x: Rows, places: Array, reach: Array, k: int | None) -
     cells = cells if mine[0] == BITS == grid.bits else grid.cells(points)
     if k is not None and x.points.shape[1] <= 3:
         reach = np.minimum(reach, _bound(grid, told, spots, reach, k))
-    wanted, asked = _wanted(domain, told, _Sorted.of(grid, spots, cells if same else None), reach)
+    wanted, asked = _wanted(domain, told, _Celled.of(grid, spots, cells if same else None), reach)
     looks = _route(domain, wanted)
-    there = _Sorted.of(grid, points, cells)
+    there = _Celled.of(grid, points, cells)
     send = [_within(there, look) for look in looks]
-    packed = np.column_stack([x.points.view(np.int64), x.names, x.ids])
-    came = np.concatenate(_route(domain, [packed[rows] for rows in send]))
+    came = np.concatenate(_route(domain, [_packed(x, rows) for rows in send]))
     theirs = np.ascontiguousarray(came[:, :-2]).view(np.float64)
     return Ghosts(Rows(theirs, came[:, -2], came[:, -1]), asked)
 
 
-class _Sorted(NamedTuple):
+def _packed(x: Rows, rows: Array) -> Array:
+    """(n, d + 2) points, names and ids as one table of integers."""
+    return np.column_stack([x.points[rows].view(np.int64), x.names[rows], x.ids[rows]])
+
+
+class _Celled(NamedTuple):
     """Points and the cells they are in.
 
     Attributes:
@@ -148,14 +157,24 @@ class _Sorted(NamedTuple):
     cell: Array
 
     @staticmethod
-    def of(grid: _Grid, points: Array, cells: Array | None) -> _Sorted:
-        """Points in their cells, where these may be known."""
+    def of(grid: _Grid, points: Array, cells: Array | None) -> _Celled:
+        """Points in their cells, which may be known already."""
         cells = grid.cells(points) if cells is None else cells
         number = np.zeros(1 << (grid.bits * len(grid.low)), np.int32)
         number[cells] = 1
         occupied = np.flatnonzero(number)
         number[occupied] = np.arange(len(occupied))
-        return _Sorted(grid, points, grid.centres(occupied), number[cells])
+        return _Celled(grid, points, grid.centres(occupied), number[cells])
+
+    def near(self, rows: Array, centres: Array, far: float) -> Array:
+        """Which of some points are within a distance of any of the centres."""
+        found = _tree(centres).query(self.points[rows], distance_upper_bound=widened(far))[0]
+        return np.asarray(found < np.inf)
+
+    def rows(self, near: Array) -> Array:
+        """Rows of the points in some of the cells, cell by cell: a tree is asked faster so."""
+        rows = np.flatnonzero(near[self.cell])
+        return rows[np.argsort(self.cell[rows], kind="stable")]
 
 
 def _grid(domain: Domain, clouds: list[Array]) -> _Grid:
@@ -214,7 +233,7 @@ def _bound(grid: _Grid, told: Told, places: Array, reach: Array, k: int) -> Arra
     return out
 
 
-def _wanted(domain: Domain, told: Told, places: _Sorted, reach: Array) -> tuple[list[Array], Array]:
+def _wanted(domain: Domain, told: Told, places: _Celled, reach: Array) -> tuple[list[Array], Array]:
     """Small cells for each rank (centre and how far they look), and the places in them."""
     grid = places.grid
     farthest = np.zeros(len(places.centres))
@@ -224,9 +243,9 @@ def _wanted(domain: Domain, told: Told, places: _Sorted, reach: Array) -> tuple[
         rows = np.zeros(0, np.int64)
         if rank != domain.rank and len(theirs) and len(reach):
             tree = _tree(grid.centres(theirs))
-            near = tree.query(places.centres)[0] <= widened(farthest + 2 * grid.half)
-            rows = np.flatnonzero(near[places.cell])
-            rows = rows[tree.query(places.points[rows])[0] <= widened(reach[rows] + grid.half)]
+            near = _beside(tree, places.centres, farthest + 2 * grid.side)
+            rows = places.rows(near)
+            rows = rows[_beside(tree, places.points[rows], reach[rows] + grid.side)]
         asked[rows] = True
         out.append(_looks(grid, places.points[rows], reach[rows]))
     return out, np.flatnonzero(asked)
@@ -254,21 +273,29 @@ def _looks(grid: _Grid, places: Array, reach: Array) -> Array:
     return np.concatenate(out)
 
 
-def _within(there: _Sorted, looks: Array) -> Array:
+def _within(there: _Celled, looks: Array) -> Array:
     """Rows of the points that any of the looks reaches."""
     if not len(looks) or not len(there.points):
         return np.zeros(0, np.int64)
     if np.isinf(looks[:, -1]).any():
         return np.arange(len(there.points))
-    keep = np.zeros(len(there.points), bool)
-    for far in np.unique(looks[:, -1]):
-        tree = _tree(looks[looks[:, -1] == far, :-1])
-        near = tree.query(there.centres)[0] <= widened(far + there.grid.half)
-        rows = np.flatnonzero(near[there.cell])
-        rows = rows[~keep[rows]]
-        found = tree.query(there.points[rows], distance_upper_bound=widened(far))[0]
-        keep[rows[found < np.inf]] = True
-    return np.flatnonzero(keep)
+    every = looks[:, -1]
+    far = every.max()
+    near = _beside(_tree(looks[:, :-1]), there.centres, far + there.grid.side)
+    rows = there.rows(near)
+    rows = rows[there.near(rows, looks[:, :-1], far)]  # most are too far for any
+    keep = np.zeros(len(rows), bool)
+    for far in np.unique(every)[::-1]:
+        left = np.flatnonzero(~keep)
+        keep[left] = there.near(rows[left], looks[every == far, :-1], far)
+    return np.sort(rows[keep])
+
+
+def _beside(tree: cKDTree, points: Array, limit: Array | float) -> Array:
+    """Which points have any of a tree within a limit along every axis: flat sides are exact so."""
+    most = np.max(limit, initial=0.0)
+    found = tree.query(points, p=np.inf, distance_upper_bound=widened(most))[0]
+    return np.asarray((found <= limit) & (found < np.inf))
 
 
 def _route(domain: Domain, parts: list[Array]) -> list[Array]:
