@@ -60,12 +60,12 @@ CASES = {  # options of one call, and how many heads keys have
 @contextlib.contextmanager
 def small_blocks(rows=3, queries=4, pairs=40):
     """So that few rows are many blocks and tiles."""
-    before = ring.ROWS, tiles.FLASH_ROWS, tiles.PAIRS
-    ring.ROWS, tiles.FLASH_ROWS, tiles.PAIRS = rows, queries, pairs
+    before = ring.ROWS, tiles.COLUMNS, tiles.FLASH_ROWS, tiles.PAIRS
+    ring.ROWS, tiles.COLUMNS, tiles.FLASH_ROWS, tiles.PAIRS = rows, rows, queries, pairs
     try:
         yield
     finally:
-        ring.ROWS, tiles.FLASH_ROWS, tiles.PAIRS = before
+        ring.ROWS, tiles.COLUMNS, tiles.FLASH_ROWS, tiles.PAIRS = before
 
 
 def far(got, wanted):

@@ -29,15 +29,17 @@ class Block:
     Attributes:
         source: the rank that owns them.
         number: which of its blocks this is.
-        rows: (n, width) the rows.
+        rows: (n, width) the rows, None where they are own ones.
         start: row of the owner where they begin.
+        stop: row of the owner before which they end.
         first: id of the first of them.
     """
 
     source: int
     number: int
-    rows: Tensor
+    rows: Tensor | None
     start: int
+    stop: int
     first: int
 
 
@@ -64,44 +66,45 @@ class Ring:
         return n * number // self.number, n * (number + 1) // self.number
 
     def blocks(self, take: Take) -> Iterator[Block]:
-        """Every block of every rank, own ones first; the next comes while one is used.
+        """All own rows, then every block of every other rank; the next comes while one is used.
 
         Communication: ranks - 1 all-to-alls, each to one peer, for each block of a rank.
         """
-        domain, size = self.domain, self.domain.size
-        for number in range(self.number):
-            start, stop = self.cut(domain.rank, number)
-            rows = take(start, stop)
-            for step in range(size):
-                source = (domain.rank - step) % size
-                under_way = None
-                if step < size - 1:
-                    here = (domain.rank - step - 1) % size
-                    under_way = self._send(rows, 1, self._length(here, number), "ring")
-                start, _ = self.cut(source, number)
-                first = sum(self.sizes[:source]) + start
-                yield Block(source, number, rows, start, first)
-                rows = rows if under_way is None else under_way.wait()
+        rank, size = self.domain.rank, self.domain.size
+        steps = [(number, step) for number in range(self.number) for step in range(1, size)]
+        under_way = self._start(steps[0], take, None) if steps else None
+        yield Block(rank, 0, None, 0, self.sizes[rank], sum(self.sizes[:rank]))
+        for i, (number, step) in enumerate(steps):
+            assert under_way is not None
+            rows = under_way.wait()
+            under_way = self._start(steps[i + 1], take, rows) if i + 1 < len(steps) else None
+            source = (rank - step) % size
+            start, stop = self.cut(source, number)
+            yield Block(source, number, rows, start, stop, sum(self.sizes[:source]) + start)
+
+    def _start(self, at: tuple[int, int], take: Take, rows: Tensor | None) -> _wire.Pending:
+        """The message of one block and step: own rows first, then what has come goes on."""
+        number, step = at
+        if step == 1:
+            rows = take(*self.cut(self.domain.rank, number))
+        assert rows is not None
+        start, stop = self.cut((self.domain.rank - step) % self.domain.size, number)
+        return self._send(rows, 1, stop - start, "ring")
 
     def give_back(self, block: Block, grads: Tensor, add: Add) -> None:
-        """Add what was found for a block to its owner's rows; `finish` after the last.
+        """Add what was found for a block of another rank to its own rows; `finish` after the last.
 
         Args:
             block: as it came.
             grads: (n, width) for the rows of the block.
             add: what adds a share of any rank to own rows.
 
-        Communication: one all-to-all to one peer for a block of another rank.
+        Communication: one all-to-all to one peer.
         """
         self.finish(add)
-        size, rank = self.domain.size, self.domain.rank
-        steps = (rank - block.source) % size
-        start, stop = self.cut(rank, block.number)
-        if steps == 0:
-            add(start, grads)
-            return
-        under_way = self._send(grads, -steps, stop - start, "ring back")
-        self._back = start, under_way
+        start, stop = self.cut(self.domain.rank, block.number)
+        steps = (self.domain.rank - block.source) % self.domain.size
+        self._back = start, self._send(grads, -steps, stop - start, "ring back")
 
     def finish(self, add: Add) -> None:
         """Add what is under way."""
@@ -110,10 +113,6 @@ class Ring:
         start, under_way = self._back
         add(start, under_way.wait())
         self._back = None
-
-    def _length(self, source: int, number: int) -> int:
-        start, stop = self.cut(source, number)
-        return stop - start
 
     def _send(self, rows: Tensor, steps: int, receive: int, kind: str) -> _wire.Pending:
         """Rows to the rank `steps` further, others from the rank `steps` before."""

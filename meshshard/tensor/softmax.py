@@ -25,6 +25,7 @@ from meshshard.tensor.tiles import (
     is_fast,
     merge,
     pieces,
+    tile_columns,
     tile_rows,
 )
 from meshshard.tensor.tokens import merged
@@ -113,7 +114,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
     out = q.new_zeros((n, b, h, v.shape[-1]), dtype=wide).movedim(0, 2)
     lse = q.new_full((b, h, n), -torch.inf, dtype=wide)
     for block in keys.blocks():
-        k_block, v_block = keys.unpacked(block.rows)
+        k_block, v_block = keys.unpacked(block)
         for rows, columns, tile in keys.tiles(block):
             more = attend(q[:, :, rows], k_block[:, :, columns], v_block[:, :, columns], tile)
             merge(out[:, :, rows], lse[:, :, rows], *more)
@@ -146,16 +147,20 @@ def _backward(
             into[:, :, start : start + len(rows)] += more
 
     for block in keys.blocks():
-        k_block, v_block = keys.unpacked(block.rows)
-        grads = torch.zeros_like(block.rows, dtype=lse.dtype)
-        into = (dq, *keys.split(grads))
+        k_block, v_block = keys.unpacked(block)
+        own = slice(block.start, block.stop)
+        into = (dq, dk[:, :, own], dv[:, :, own])
+        if block.rows is not None:
+            grads = torch.zeros_like(block.rows, dtype=lse.dtype)
+            into = (dq, *keys.split(grads))
         for rows, columns, tile in keys.tiles(block):
             r, c = (..., rows, slice(None)), (..., columns, slice(None))
             mine = out[r], lse[..., rows]
             parts = attend_backward(grad[r], mine, q[r], k_block[c], v_block[c], tile)
             for x, at, part in zip(into, (r, c, c), parts, strict=True):
                 x[at] += keys.folded(part, x.shape[1])
-        keys.ring.give_back(block, grads, add)
+        if block.rows is not None:
+            keys.ring.give_back(block, grads, add)
     keys.ring.finish(add)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -175,12 +180,17 @@ class _Keys:
     def blocks(self) -> Iterator[Block]:
         """All blocks of keys that this rank's queries meet."""
         for block in self.ring.blocks(self._take):
-            yield replace(block, first=block.first + self.first)
+            first = block.first + self.first
+            if block.rows is not None or self.large:
+                yield replace(block, first=first)
+                continue
+            for start, stop in tile_columns(block.stop):  # own rows, all of them
+                yield replace(block, start=start, stop=stop, first=first + start)
 
     def tiles(self, block: Block) -> Iterator[tuple[slice, slice, Tile]]:
         """Own rows, columns of the block, and the tile between them."""
         how, ids = self.how, self.how.ids()
-        columns = range(block.first, block.first + len(block.rows))
+        columns = range(block.first, block.first + block.stop - block.start)
         for run in tile_rows(self.q, len(columns), self.large):
             for r, c, causal in pieces(ids[run], columns, how.causal):
                 rows = slice(run.start + r.start, run.start + r.stop)
@@ -198,9 +208,12 @@ class _Keys:
         v = rows[:, width:].view(-1, b, h, self.v.shape[-1]).movedim(0, 2)
         return k, v
 
-    def unpacked(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, with as many heads as queries have."""
-        k, v = self.split(rows)
+    def unpacked(self, block: Block) -> tuple[Tensor, Tensor]:
+        """Keys and values of a block, with as many heads as queries have."""
+        own = slice(block.start, block.stop)
+        k, v = self.k[:, :, own], self.v[:, :, own]
+        if block.rows is not None:
+            k, v = self.split(block.rows)
         if self.groups == 1:
             return k, v
         return k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)

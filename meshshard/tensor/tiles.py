@@ -24,12 +24,14 @@ __all__ = [
     "is_fast",
     "merge",
     "pieces",
+    "tile_columns",
     "tile_rows",
 ]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 FLASH_ROWS = 2048  # queries a call of the kernel
+COLUMNS = 1024  # keys of a tile where plain mathematics holds its scores
 PAIRS = 2**22  # that plain mathematics holds at once
 
 
@@ -189,3 +191,9 @@ def tile_rows(q: Tensor, n_keys: int, large: bool) -> Iterator[slice]:
     each = FLASH_ROWS if large else max(16, PAIRS // max(1, q.shape[0] * q.shape[1] * n_keys))
     for start in range(0, n, each):
         yield slice(start, min(start + each, n))
+
+
+def tile_columns(n: int) -> Iterator[tuple[int, int]]:
+    """Keys in runs, each from one to before another, for plain mathematics."""
+    for start in range(0, n, COLUMNS):
+        yield start, min(start + COLUMNS, n)
