@@ -283,9 +283,28 @@ REFUSED = {
         "a mask of 3 rows",
         lambda x, other, domain: F.scaled_dot_product_attention(x, x, x, attn_mask=draw(3, N)),
     ),
+    "mask of other keys": (
+        "a mask of 3 columns",
+        lambda x, other, domain: F.scaled_dot_product_attention(x, x, x, attn_mask=draw(N, 3)),
+    ),
     "bias_k": ("add a row to sharded keys", extra(add_bias_kv=True)),
     "add_zero_attn": ("add a row to sharded keys", extra(add_zero_attn=True)),
 }
+
+
+def unfit_job():
+    """An empty rank raises like the others, before the first message."""
+    domain = init_domain()
+    q, k = (shard(draw(B, H, N, n), domain, (14, 0), dim=2) for n in (D, D + 1))
+    for keys, why in ((k, "shapes do not fit"), (q.float(), "types differ")):
+        with pytest.raises(RuntimeError, match=why):
+            F.scaled_dot_product_attention(q, keys, keys)
+    with pytest.raises(RuntimeError, match=r"with .4, 3, 3. heads"):
+        F.scaled_dot_product_attention(q, *[q[:, :3]] * 2, enable_gqa=True)
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(ranks):
+    ranks[2].run(unfit_job)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -105,6 +105,7 @@ def _by_rows(every: tuple[Any, ...], given: Given, weights: bool) -> tuple[Any, 
         if type(key) is not type(value):
             k, v = (_cut(x, columns, plain=type(x) is Tensor) for x in (key, value))
         q, k, v = _autocast(q, k, v)
+        _check(q, k, v, given.enable_gqa)
         scale = q.shape[-1] ** -0.5 if given.scale is None else given.scale
         four = _Four(q, k, v, given.enable_gqa)
         mask = four.mask(mask)
@@ -142,6 +143,22 @@ def _cut(x: Any, columns: Sharding, plain: bool) -> Tensor:
     return own_rows(x, columns, x.ndim - 2) if plain else x
 
 
+def _check(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> None:
+    """What must hold before the first message, alike on every rank.
+
+    Raises:
+        RuntimeError: as torch does.
+    """
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    if len({q.dtype, k.dtype, v.dtype}) > 1:
+        raise RuntimeError(f"attention: types differ: {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        raise RuntimeError(f"attention: shapes do not fit: own rows {shapes}")
+    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
+    if gqa and (heads[1] != heads[2] or heads[0] % max(heads[1], 1)):
+        raise RuntimeError(f"attention: enable_gqa with {heads} heads")
+
+
 def _mask(mask: Any, query: Any, columns: Sharding) -> Tensor | None:
     """Own queries (or 1) x all keys (or 1) of a mask, plain or sharded by queries or by keys."""
     if mask is None:
@@ -156,6 +173,9 @@ def _mask(mask: Any, query: Any, columns: Sharding) -> Tensor | None:
             raise refuse(SDPA, (query, mask), None, why)
         return mask.to_local()
     mask = mask if mask.ndim > 1 else mask[None]
+    if mask.shape[-1] not in (1, columns.total):
+        why = f"a mask of {mask.shape[-1]} columns for {columns.total} keys"
+        raise refuse(SDPA, sharded([query]), None, why)
     if type(query) is ShardTensor and mask.shape[-2] not in (1, query._sharding.total):
         why = f"a mask of {mask.shape[-2]} rows for {query._sharding.total} queries"
         raise refuse(SDPA, (query,), None, why)

@@ -175,7 +175,8 @@ class _Keys:
         self.first = here.first if how.by_tokens else 0
         self.ring = Ring(domain, sizes)
         self.groups = q.shape[1] // max(k.shape[1], 1)
-        self.large = how.mask is None and is_fast(q, v, how.chance is not None)
+        simple = how.mask is None and self.groups == 1
+        self.large = simple and is_fast(q, v, how.chance is not None)
 
     def blocks(self) -> Iterator[Block]:
         """All blocks of keys that this rank's queries meet."""
