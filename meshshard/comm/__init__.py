@@ -26,7 +26,8 @@ One page of types
 
 from meshshard.comm.domain import Domain, init_domain
 from meshshard.comm.exchange import Exchange
+from meshshard.comm.simulate import simulate
 from meshshard.comm.traffic import Traffic
 from meshshard.errors import DomainError
 
-__all__ = ["Domain", "DomainError", "Exchange", "Traffic", "init_domain"]
+__all__ = ["Domain", "DomainError", "Exchange", "Traffic", "init_domain", "simulate"]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
+from meshshard.comm._meeting import Meeting
 from meshshard.errors import DomainError
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def all_reduce(domain: Domain, x: Tensor, kind: str, op: str = "sum") -> Tensor:
     domain.traffic.add(kind, x)
     how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     with named(domain, kind, x):
+        if isinstance(domain.group, Meeting):
+            return domain.group.all_reduce(domain.rank, x, op)
         dist.all_reduce(x, how, group=domain.group)
     return x
 
@@ -62,9 +65,12 @@ def start_all_to_all(
         there = functional.wait_tensor(rows)  # type: ignore[no-untyped-call]
         return Pending(there, None, domain, kind)
     domain.traffic.add(kind, x)
-    rows = x.new_empty((sum(receive), *x.shape[1:]))
     what = f"{kind} of {sum(send)} rows to and {sum(receive)} rows from other ranks"
     with named(domain, what, x):
+        if isinstance(domain.group, Meeting):
+            there = domain.group.all_to_all(domain.rank, x, send)
+            return Pending(there, None, domain, what)
+        rows = x.new_empty((sum(receive), *x.shape[1:]))
         work = dist.all_to_all_single(
             rows, x.contiguous(), list(receive), list(send), group=domain.group, async_op=True
         )
@@ -75,6 +81,8 @@ def share(domain: Domain, value: T) -> list[T]:
     """Everybody's picklable value."""
     out: list[Any] = [None] * domain.size
     with named(domain, "share", torch.empty(0)):
+        if isinstance(domain.group, Meeting):
+            return domain.group.swap(domain.rank, value)
         dist.all_gather_object(out, value, group=domain.group)
     return out
 

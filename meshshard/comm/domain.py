@@ -46,7 +46,7 @@ class Domain:
     def __init__(
         self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
     ) -> None:
-        self.group = group
+        self.group: Any = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.device = torch.device(device)
@@ -181,6 +181,10 @@ class Domain:
                 f"ranks disagree on {what}: rank 0 has {others[0]!r}, "
                 f"rank {differ[0]} has {others[differ[0]]!r}"
             )
+
+    def draw(self) -> int:
+        """A seed from the default generator, which advances equally on every rank."""
+        return int(torch.randint(2**62, ()))
 
     def share(self, value: T) -> list[T]:
         """Everybody's value, by rank.

@@ -5,6 +5,7 @@ They take ShardTensors, or plain tensors, and give back the same kind. Each says
 
 from meshshard.nn.aggregate import aggregate
 from meshshard.nn.attention import Bottleneck
+from meshshard.nn.checks import Consistency, ConvCheck, check_consistency, check_conv
 from meshshard.nn.convert import convert
 from meshshard.nn.grid import Box, grid_from_points, points_from_grid
 from meshshard.nn.interpolate import knn_interpolate
@@ -26,11 +27,15 @@ __all__ = [
     "AttentionPool",
     "Bottleneck",
     "Box",
+    "Consistency",
+    "ConvCheck",
     "MeshBlock",
     "SliceAttention",
     "aggregate",
     "attention_pool",
     "ball_query",
+    "check_consistency",
+    "check_conv",
     "convert",
     "edge_vectors",
     "farthest_points",

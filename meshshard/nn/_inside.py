@@ -15,7 +15,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshshard.comm import Domain
 from meshshard.nn._rings import Rings, padded
 from meshshard.tensor.core import Sharding, ShardTensor, native, refuse, wrap
 
@@ -131,7 +130,9 @@ def _dropout(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not given.get("training", True) or given.get("p", 0.5) == 0:
         return x
     keys, dim = run.keys(x)
-    keyed = Sharding(Domain(None, x.device), [len(keys)], keys)
+    domain = run.rings.graph.domain
+    mine = [len(keys) * (rank == domain.rank) for rank in range(domain.size)]
+    keyed = Sharding(domain, mine, keys)
     out = F.dropout(wrap(x.view_as(x), keyed, dim), given.get("p", 0.5))
     with native():
         return out.view_as(out)

@@ -114,7 +114,7 @@ class SliceAttention(nn.Module):
         """One draw of Gumbel noise for the weights, made where it is needed; None in evaluation."""
         if self.variant != "plus" or not self.training:
             return None
-        seed, ids = int(torch.randint(2**62, ())), sharding.origin
+        seed, ids = sharding.domain.draw(), sharding.origin
         if ids is None:
             ids = torch.arange(sharding.own) + sharding.first
         keys = ids.to(rows.device).view(1, -1, 1, 1)

@@ -197,7 +197,7 @@ def _chance(p: float, rows: Sharding, columns: Sharding, like: Tensor) -> Chance
     """A draw that every rank makes alike, as the default generator is alike."""
     if not p:
         return None
-    seed = int(torch.randint(2**62, ()))
+    seed = rows.domain.draw()
     queries, keys = (s.sources(like.device) for s in (rows, columns))
     return Chance(seed, p, queries, columns.domain.all_gather(keys, columns.sizes))
 

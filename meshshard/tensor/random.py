@@ -23,7 +23,7 @@ __all__ = ["RULES", "numbers", "uniform"]
 
 def uniform(x: Sharded) -> Tensor:
     """Own numbers of a uniform draw in [0, 1), float64, of the local shape of `x`."""
-    seed = int(torch.randint(2**62, ()))
+    seed = x._sharding.domain.draw()
     with native():
         shape, sharding = x.shape, x._sharding
         rows = sharding.sources(x.device)

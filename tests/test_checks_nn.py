@@ -1,0 +1,81 @@
+"""Checks of convolutions and of models, on ranks that are threads."""
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from convs import C, grid, mlp
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import degree
+
+from meshshard.comm import Domain, DomainError, simulate
+from meshshard.models import MeshGraphNet
+from meshshard.nn import check_consistency, check_conv, convert
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Ranks are threads already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Weighed(MessagePassing):
+    """Weighs a neighbour by its degree, which one ring does not know."""
+
+    def forward(self, x, edge_index):
+        out = degree(edge_index[0], len(x), x.dtype).clamp(min=1)
+        return self.propagate(edge_index, x=x / out[:, None])
+
+
+class Centred(MessagePassing):
+    """Takes a mean over all nodes, which no ring knows."""
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x - x.mean(0))
+
+
+def test_convolutions_are_told_how_many_rings_they_need():
+    found = check_conv(pyg.GATv2Conv(C, C))
+    assert (found.exact, found.rings) == (True, 1)
+    assert str(check_conv(Weighed(), C)) == "Weighed: exact with 2 rings"
+    assert check_conv(pyg.TAGConv(C, C, 2)).rings == 2
+    assert check_conv(pyg.GINEConv(mlp(C, C), edge_dim=4), C, 4).rings == 1
+    assert check_conv(pyg.GCNConv(C, C), weights=True).rings == 2
+
+
+def test_a_convolution_that_is_not_exact_is_found():
+    found = check_conv(Centred(), C)
+    assert not found.exact
+    assert found.differences[2] > 1e-3 or found.error
+    assert "NOT exact" in str(found)
+    assert "LSTM" in check_conv(pyg.SAGEConv(C, C, aggr="lstm")).error
+
+
+def test_models_are_consistent():
+    edges = torch.from_numpy(grid(9, 7))
+    x = torch.randn(63, C, generator=torch.Generator().manual_seed(0))
+    data = {"x": x, "edge_index": edges, "y": torch.sin(x[:, :3]), "edge_attr": x[edges[0], :4]}
+    report = check_consistency(MeshGraphNet(C, 4, 3, 8, 2), data, (1, 3), steps=4)
+    assert report.exact
+    assert [row["ranks"] for row in report.rows] == [1, 3]
+    assert "ranks  ids  bitwise" in str(report)
+    del data["edge_attr"]
+    model = convert(pyg.GraphSAGE(C, 8, 2, 3, dropout=0.3, norm="BatchNorm"))
+    assert check_consistency(model, data, (2,), steps=2).exact
+
+
+def failing(domain):
+    if domain.rank == 1:
+        raise ValueError("no")
+    domain.share(1)
+
+
+def test_a_thread_that_fails_ends_all():
+    with pytest.raises(DomainError, match="simulated rank 1: no"):
+        simulate(3, failing)
+    assert simulate(1, lambda domain: domain.size) == [1]
+    draws = simulate(3, lambda domain: domain.draw())
+    assert len(set(draws)) == 1
+    assert isinstance(Domain().draw(), int)
