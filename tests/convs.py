@@ -49,6 +49,7 @@ PLAIN = {
     "GatedGraphConv": lambda: pyg.GatedGraphConv(C, 3),
     "ChebConv": lambda: pyg.ChebConv(C, C, 3),
     "ChebConv weights": lambda: pyg.ChebConv(C, C, 3, normalization="rw"),
+    "ChebConv bare": lambda: pyg.ChebConv(C, C, 3, normalization=None),
     "TAGConv": lambda: pyg.TAGConv(C, C, 2),
     "SGConv": lambda: pyg.SGConv(C, C, 2),
     "APPNP": lambda: pyg.APPNP(3, 0.1),

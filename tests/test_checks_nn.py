@@ -30,10 +30,10 @@ class Weighed(MessagePassing):
 
 
 class Centred(MessagePassing):
-    """Takes a mean over all nodes, which no ring knows."""
+    """Takes a sum over all nodes, which no ring knows, in a way that no rule sees."""
 
     def forward(self, x, edge_index):
-        return self.propagate(edge_index, x=x - x.mean(0))
+        return self.propagate(edge_index, x=x - torch.ones(1, len(x), dtype=x.dtype) @ x)
 
 
 def test_convolutions_are_told_how_many_rings_they_need():
@@ -48,7 +48,7 @@ def test_convolutions_are_told_how_many_rings_they_need():
 def test_a_convolution_that_is_not_exact_is_found():
     found = check_conv(Centred(), C)
     assert not found.exact
-    assert found.differences[2] > 1e-3 or found.error
+    assert found.differences[2] > 1e-3
     assert "NOT exact" in str(found)
     assert "LSTM" in check_conv(pyg.SAGEConv(C, C, aggr="lstm")).error
 

@@ -293,7 +293,13 @@ def test_forward_is_bitwise(ranks, size, metis):
     differ = ranks[size].run(bitwise_job, metis)[0]
     # GEMMs of the few nodes of one degree; sums over all rows or weights of out-edges; the last
     # elements of a vectorised function.
-    assert {name for name, _ in differ} <= {"MFConv", "GENConv", "ChebConv", "CGConv"}, differ
+    assert {name for name, _ in differ} <= {
+        "MFConv",
+        "GENConv",
+        "ChebConv",
+        "ChebConv bare",
+        "CGConv",
+    }, differ
     assert all(far < 1e-5 for _, far in differ)
 
 
@@ -362,6 +368,17 @@ class Strange(MessagePassing):
         return self.propagate(edge_index, x=x)[:7]
 
 
+class Coupling(MessagePassing):
+    """A user's, which does something to all nodes first."""
+
+    def __init__(self, couple):
+        super().__init__()
+        self.couple = couple
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.couple(x))
+
+
 def test_what_cannot_be_right_is_refused_by_name():
     for conv, why in [
         (pyg.SAGEConv(C, C, aggr="lstm"), "LSTMAggregation of SAGEConv"),
@@ -377,6 +394,12 @@ def test_what_cannot_be_right_is_refused_by_name():
     wrong = ShardTensor.from_local(x[:9], Sharding(Domain(), [9]))
     with pytest.raises(MeshshardError, match=r"GCNConv: edge_weight .* is not divided as the 60"):
         convert(pyg.GCNConv(C, C))(x, graph, wrong)
+    for couple in (lambda x: x - x.mean(0), lambda x: x / x.norm(), lambda x: x.softmax(dim=0)):
+        conv = convert(Coupling(couple))
+        with pytest.raises(NoShardRule, match=r"inside Coupling .*couples all rows"):
+            conv(x, graph)
+    row_by_row = convert(Coupling(lambda x: x.softmax(-1) / x.norm(dim=1, keepdim=True)))
+    assert torch.isfinite(row_by_row(x, graph)).all()
     with pytest.raises(NoShardRule, match=r"dropout inside APPNP"):
         convert(pyg.APPNP(2, 0.1, dropout=0.5))(x, graph)
 

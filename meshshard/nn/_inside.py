@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from meshshard.nn._coupling import COUPLING
 from meshshard.nn._rings import Rings, padded
 from meshshard.tensor.core import Sharding, ShardTensor, native, refuse, wrap
 
@@ -29,14 +30,15 @@ class Inside(TorchFunctionMode):
     Attributes:
         rings: rows and edges that it sees.
         name: what to call the convolution in errors.
+        own: whether it is a user's, so that nothing is known of it.
         edge_index: what it propagates along at the moment.
         within: whether it does so just now.
         stale: whether halo rows have to be fetched again before they are read.
     """
 
-    def __init__(self, rings: Rings, name: str) -> None:
+    def __init__(self, rings: Rings, name: str, own: bool = False) -> None:
         super().__init__()
-        self.rings, self.name = rings, name
+        self.rings, self.name, self.own = rings, name, own
         self.edge_index = rings.edge_index
         self.within = self.stale = False
 
@@ -169,4 +171,5 @@ _RULES: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: _dropout,
     F.batch_norm: _batch_norm,
+    **COUPLING,
 }

@@ -137,7 +137,8 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
     local = {n: _local(n, a, rings, name) for n, a in given.items()}
     if bipartite(graph) and "size" in names and local.get("size") is None:
         local["size"] = (rings.n_rows, rings.n_to)
-    with Inside(rings, name):
+    unknown = not type(conv).__module__.startswith("torch_geometric.")
+    with Inside(rings, name, unknown):
         out = forward(**local)
     plain = not any(_is_sharded(a) for a in given.values())
     return _own(out, rings, plain, name)

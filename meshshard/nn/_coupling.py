@@ -1,0 +1,67 @@
+"""Coupling: functions over all rows, which a convolution that sees some rows must not call.
+
+PyG's own convolutions are tested; in a user's such a call would be silently wrong, so it is refused
+by name. Functions of single rows, of one edge or along the edges of one node are not concerned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from meshshard.tensor.core import ShardTensor, name_of, refuse
+
+if TYPE_CHECKING:
+    from meshshard.nn._inside import Inside
+
+__all__ = ["COUPLING"]
+
+NAMES = (
+    "sum", "mean", "std", "var", "var_mean", "std_mean", "norm", "amax", "amin", "max", "min",
+    "softmax", "log_softmax", "logsumexp", "cumsum", "median", "sort", "argsort", "topk", "prod",
+    "nanmean", "nansum", "argmax", "argmin",
+)  # fmt: skip
+
+
+def _reduced(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    x = args[0] if args else kwargs.get("input")
+    if not isinstance(x, Tensor) or type(x) is ShardTensor or not x.is_floating_point():
+        return func(*args, **kwargs)
+    whole = not [a for a in args[1:] if not isinstance(a, bool)] and "dim" not in kwargs
+    if run.name == "ChebConv" and whole and func is Tensor.max:
+        return run.rings.graph.domain.all_reduce(func(x), "max")
+    over = run.own and not isinstance(x, nn.Parameter) and _over_rows(func, x, args, kwargs)
+    if over and run.kind(x.shape[0]):
+        what = f"{name_of(func)} over {tuple(x.shape)} inside {run.name}"
+        why = (
+            "it couples all rows, and a convolution sees those near its own: do it before or after"
+        )
+        raise refuse(what, (), None, why)
+    return func(*args, **kwargs)
+
+
+def _over_rows(func: Any, x: Tensor, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function reduces, or orders, the first dim."""
+    given = [a for a in args[1:] if isinstance(a, (int, tuple, list)) and not isinstance(a, bool)]
+    if name_of(func).endswith(("norm", "topk")):
+        given = given[1:]
+    dims = kwargs.get("dim", given[0] if given else None)
+    if x.ndim == 0 or (dims is None and any(isinstance(a, Tensor) for a in args[1:])):
+        return False  # the larger of two
+    if dims is None:
+        return True
+    every = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return any(isinstance(d, int) and d % x.ndim == 0 for d in every) or not every
+
+
+COUPLING: dict[Any, Callable[..., Any]] = {
+    **{
+        f: _reduced for n in NAMES for h in (torch, Tensor, F) if callable(f := getattr(h, n, None))
+    },
+    torch.linalg.vector_norm: _reduced,
+    torch.linalg.norm: _reduced,
+}
