@@ -109,18 +109,26 @@ class _Attention(torch.autograd.Function):
 def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     keys = _Keys(q, k, v, how)
     wide = torch.promote_types(q.dtype, torch.float32)
+    if keys.are_one:
+        out, lse = attend(q, k, v, Tile(how.scale))
+    else:
+        out, lse = _merged_blocks(q, keys, wide)
+    if how.by_tokens:
+        out, lse = _of_all_keys(out.to(wide), lse, how.columns.domain)
+    return out.to(q.dtype), lse
+
+
+def _merged_blocks(q: Tensor, keys: _Keys, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     b, h, n, _ = q.shape
     # rows first in memory: layers join the heads behind without a copy
-    out = q.new_zeros((n, b, h, v.shape[-1]), dtype=wide).movedim(0, 2)
+    out = q.new_zeros((n, b, h, keys.v.shape[-1]), dtype=wide).movedim(0, 2)
     lse = q.new_full((b, h, n), -torch.inf, dtype=wide)
     for block in keys.blocks():
         k_block, v_block = keys.unpacked(block)
         for rows, columns, tile in keys.tiles(block):
             more = attend(q[:, :, rows], k_block[:, :, columns], v_block[:, :, columns], tile)
             merge(out[:, :, rows], lse[:, :, rows], *more)
-    if how.by_tokens:
-        out, lse = _of_all_keys(out, lse, how.columns.domain)
-    return out.to(q.dtype), lse
+    return out, lse
 
 
 def _of_all_keys(out: Tensor, lse: Tensor, domain: Domain) -> tuple[Tensor, Tensor]:
@@ -139,6 +147,8 @@ def _backward(
     q, k, v = given
     out, lse = found[0], finite(found[1])
     keys = _Keys(q, k, v, how)
+    if keys.are_one:
+        return attend_backward(grad, (out, lse), q, k, v, Tile(how.scale))
     dq = torch.zeros_like(q, dtype=lse.dtype)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
 
@@ -177,6 +187,8 @@ class _Keys:
         self.groups = q.shape[1] // max(k.shape[1], 1)
         simple = how.mask is None and self.groups == 1
         self.large = simple and is_fast(q, v, how.chance is not None)
+        any_pair = q.shape[2] * k.shape[2] > 0 and not how.causal
+        self.are_one = self.large and self.ring.domain.size == 1 and any_pair
 
     def blocks(self) -> Iterator[Block]:
         """All blocks of keys that this rank's queries meet."""
