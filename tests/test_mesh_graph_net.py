@@ -5,13 +5,15 @@ import copy
 import convs
 import pytest
 import torch
+import torch_geometric.nn as pyg
 from convs import divided, farthest, grid, own, sample
 from torch import nn
 
 from meshshard.comm import init_domain
 from meshshard.comm.domain import counted
 from meshshard.models import MeshGraphNet
-from meshshard.tensor import ShardGraph, ShardTensor
+from meshshard.nn import Deepened, convert
+from meshshard.tensor import NoShardRule, ShardGraph, ShardTensor
 
 NODE, WIDTH = convs.CHANNELS, 8
 
@@ -139,3 +141,46 @@ def trajectory_job():
 
 def test_training_is_that_of_one_rank(ranks):
     assert max(ranks[3].run(trajectory_job)) < 1e-9
+
+
+def deep_job(name):
+    """One exchange for three layers: outputs and gradients of one for each."""
+    domain = init_domain()
+    _, graph, x, e = sample(domain, directed=True)
+    torch.manual_seed(2)
+    makes = {
+        "MeshGraphNet": (lambda: MeshGraphNet(NODE, convs.EDGE, 3, 8, 3), 3),
+        "GCN": (lambda: convert(pyg.GCN(NODE, 8, 2, 3, dropout=0.3)), 3),
+        "GATv2": (lambda: convert(pyg.GAT(NODE, 8, 2, 3, dropout=0.3, v2=True)), 2),
+        "SAGE": (lambda: convert(pyg.GraphSAGE(NODE, 8, 2, 3)), 2),
+    }
+    make, depth = makes[name]
+    model = make().double()
+    deep = Deepened(copy.deepcopy(model), depth)
+    results, more = [], (e,) if name == "MeshGraphNet" else ()
+    for one in (model, deep):
+        torch.manual_seed(5)
+        rows, edges = own(x, graph.nodes), [graph.take(m).requires_grad_() for m in more]
+        out = one(rows, graph, *edges)
+        out.square().sum().backward()
+        domain.average_gradients(one)
+        grads = [p.grad for p in one.parameters()]
+        results.append([out.detach().gather(), rows.grad.gather(), *grads])
+        results[-1] += [edge.grad.gather() for edge in edges]
+    with counted(domain) as traffic:
+        deep(own(x, graph.nodes), graph, *[graph.take(m) for m in more])
+    calls = traffic.counts["exchange"].calls if domain.size > 1 else 1 + len(more)
+    assert calls == 1 + len(more)
+    return max(farthest(a, b) for a, b in zip(results[1], results[0], strict=True))
+
+
+@pytest.mark.parametrize("name", ["MeshGraphNet", "GCN", "GATv2", "SAGE"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_one_exchange_for_several_layers(ranks, size, name):
+    found = [deep_job(name)] if size == 1 else ranks[size].run(deep_job, name)
+    assert max(found) < 1e-10
+
+
+def test_layers_that_couple_rows_are_not_deepened():
+    with pytest.raises(NoShardRule, match="BatchNorm in Deepened"):
+        Deepened(convert(pyg.GCN(4, 4, 2, norm="BatchNorm")), 2)

@@ -7,6 +7,7 @@ from meshshard.nn.aggregate import aggregate
 from meshshard.nn.attention import Bottleneck
 from meshshard.nn.checks import Consistency, ConvCheck, check_consistency, check_conv
 from meshshard.nn.convert import convert
+from meshshard.nn.deep import Deepened
 from meshshard.nn.grid import Box, grid_from_points, points_from_grid
 from meshshard.nn.interpolate import knn_interpolate
 from meshshard.nn.knn import ball_query, edge_vectors, grouped, knn, knn_graph, radius_graph
@@ -29,6 +30,7 @@ __all__ = [
     "Box",
     "Consistency",
     "ConvCheck",
+    "Deepened",
     "MeshBlock",
     "SliceAttention",
     "aggregate",

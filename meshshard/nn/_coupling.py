@@ -37,9 +37,7 @@ def _reduced(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str,
     over = run.own and not isinstance(x, nn.Parameter) and _over_rows(func, x, args, kwargs)
     if over and run.kind(x.shape[0]):
         what = f"{name_of(func)} over {tuple(x.shape)} inside {run.name}"
-        why = (
-            "it couples all rows, and a convolution sees those near its own: do it before or after"
-        )
+        why = "it couples all rows, a convolution sees those near its own: do it outside"
         raise refuse(what, (), None, why)
     return func(*args, **kwargs)
 

@@ -112,9 +112,8 @@ class Inside(TorchFunctionMode):
 
     def _pairs(self) -> Tensor:
         """Names of edges that the convolution has made itself, loops for example."""
-        graph = self.rings.graph
-        ends = self.rings.origins[self.edge_index]
-        return ends[1] * graph.sources.total + ends[0]
+        source, to = self.rings.origins[self.edge_index]
+        return (to << 32) + source
 
 
 def _origins(sharding: Sharding) -> Tensor:

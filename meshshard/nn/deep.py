@@ -1,0 +1,167 @@
+"""deep: one exchange for several layers, paid for with nodes that are computed twice.
+
+The halo is as deep as the layers reach; every layer is right on one ring less. Worth it where a
+message costs more than the rows: small shards, slow networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshshard.comm import Domain, Exchange
+from meshshard.errors import MeshshardError
+from meshshard.nn._rings import bipartite
+from meshshard.nn._sparse import kept, starts
+from meshshard.tensor import ShardGraph, Sharding, ShardTensor
+from meshshard.tensor.core import refuse
+
+__all__ = ["DeepGraph", "Deepened", "deepened"]
+
+
+@dataclass(frozen=True, eq=False)
+class DeepGraph:
+    """A graph with a halo of several rings, and the in-edges of all but the last of them.
+
+    Attributes:
+        graph: the graph that it was made of.
+        local: own nodes, then those of the halo by ascending id, as a graph of this rank alone; its
+            draws are keyed as those of the whole.
+        rows: brings halo rows behind own rows.
+        fetch: brings the attributes of in-edges of halo nodes behind those of own edges.
+        order: (n_edges,) int64 where each edge of `local` is among those.
+    """
+
+    graph: ShardGraph
+    local: ShardGraph
+    rows: Exchange
+    fetch: Exchange
+    order: Tensor
+
+
+def deepened(graph: ShardGraph, depth: int) -> DeepGraph:
+    """A graph with a halo of `depth` rings, made once.
+
+    Communication: five all-to-all for each ring at the first call.
+    """
+    if bipartite(graph):
+        raise MeshshardError("a bipartite graph has one layer: there is nothing to deepen")
+    return kept(graph, f"deep {depth}", lambda: _made(graph, depth))
+
+
+def _made(graph: ShardGraph, depth: int) -> DeepGraph:
+    inner = graph.halo[:0]
+    outer = graph.halo
+    names, edges = _asked(graph, inner)
+    for _ in range(depth - 1):
+        inner = outer
+        names, edges = _asked(graph, inner)
+        first = graph.nodes.first
+        away = names[:, 0][(names[:, 0] < first) | (names[:, 0] >= first + graph.nodes.own)]
+        outer = torch.unique(torch.cat([outer, away]))
+    domain, nodes = graph.domain, graph.nodes
+    rows = Exchange.of_halo(domain, nodes.sizes, outer, f"exchange of {depth} rings")
+    own = torch.arange(nodes.own, device=domain.device) + nodes.first
+    ids = torch.cat([own, outer])
+    place = torch.argsort(ids)
+    near = torch.cat([own, graph.halo])
+    ends = torch.cat([near[graph.edge_index], names[:, :2].T], 1).contiguous()
+    sources, to = place[torch.searchsorted(ids, ends, sorter=place)]
+    order = torch.argsort(to, stable=True)
+    origins = domain.exchange(nodes.sources(domain.device), rows)
+    alone = Sharding(Domain(None, domain.device), [len(ids)], origins)
+    called = torch.cat([graph.edges.sources(domain.device), names[:, 2]])[order]
+    indptr = starts(torch.bincount(to, minlength=len(ids)))
+    local = ShardGraph.from_ids(sources[order], indptr, alone, alone, called)
+    return DeepGraph(graph, local, rows, edges, order)
+
+
+def _asked(graph: ShardGraph, wanted: Tensor) -> tuple[Tensor, Exchange]:
+    """In-edges of nodes of other ranks: ids of both ends with names, and how attributes come."""
+    domain, nodes = graph.domain, graph.nodes
+    ask = Exchange.of_halo(domain, nodes.sizes, wanted, "nodes that are computed twice")
+    rows = torch.as_tensor(ask.send_rows)
+    count = graph.indptr.diff()[rows]
+    by_rank = torch.repeat_interleave(
+        torch.arange(domain.size, device=domain.device),
+        torch.tensor(ask.send, device=domain.device),
+    )
+    send = torch.zeros(domain.size, dtype=torch.int64, device=domain.device)
+    send.index_add_(0, by_rank, count)
+    begin = graph.indptr[rows] - starts(count)[:-1]
+    edges = torch.arange(int(count.sum()), device=domain.device)
+    edges = edges + torch.repeat_interleave(begin, count)
+    own = torch.arange(nodes.own, device=domain.device) + nodes.first
+    ids = torch.cat([own, graph.halo])
+    ends = [ids[graph.indices[edges]], ids[graph.destinations[edges]]]
+    named = torch.stack([*ends, graph.edges.sources(domain.device)[edges]], 1)
+    found, receive = domain.route(named, send.tolist())
+    fetch = Exchange(domain, graph.edges.own, edges, send.tolist(), receive, "edges of rings")
+    return found, fetch
+
+
+class Deepened(nn.Module):
+    """Layers that exchange once, before the first of them, as deep as they reach together.
+
+    Equal to the layers on the graph itself, dropout included. Their norms must be of single rows.
+
+    Communication: one exchange of the deep halo's rows, and one of its edge features if there are
+    any, forward and backward; none within.
+    """
+
+    def __init__(self, layers: nn.Module, depth: int) -> None:
+        """Wrap a converted model.
+
+        Args:
+            layers: takes (x, graph) or (x, graph, edge_attr), gives nodes or (nodes, edges).
+            depth: how many edges away a node is heard; one more where degrees of neighbours are.
+
+        Raises:
+            NoShardRule: a norm couples all rows.
+        """
+        super().__init__()
+        for module in layers.modules():
+            if type(module).__name__ in COUPLED or getattr(module, "mode", "") == "graph":
+                raise refuse(f"{type(module).__name__} in Deepened", (), None, "it couples rows")
+        self.layers, self.depth = layers, depth
+
+    def forward(self, x: Any, graph: ShardGraph, edge_attr: Any = None) -> Any:
+        """What the layers make of nodes and edges."""
+        deep = deepened(graph, self.depth)
+        domain, sharded = graph.domain, type(x) is ShardTensor
+        seen: list[Any] = [domain.exchange(_own(x), deep.rows)]
+        if edge_attr is not None:
+            seen.append(domain.exchange(_own(edge_attr), deep.fetch)[deep.order])
+        inputs = [
+            ShardTensor.from_local(t, s) if sharded else t
+            for t, s in zip(seen, (deep.local.nodes, deep.local.edges), strict=False)
+        ]
+        out = self.layers(inputs[0], deep.local, *inputs[1:])
+        give: Callable[[Any], Any] = lambda t: _given(t, deep, sharded)  # noqa: E731
+        return tuple(give(t) for t in out) if isinstance(out, tuple) else give(out)
+
+
+COUPLED = {
+    "BatchNorm", "BatchNorm1d", "SyncBatchNorm", "GraphNorm", "PairNorm", "InstanceNorm",
+    "MeanSubtractionNorm", "DiffGroupNorm", "GraphSizeNorm",
+}  # fmt: skip
+
+
+def _own(x: Any) -> Tensor:
+    rows: Tensor = x.to_local() if type(x) is ShardTensor else x
+    return rows
+
+
+def _given(out: Any, deep: DeepGraph, sharded: bool) -> Any:
+    """Own rows of nodes or edges."""
+    graph, rows = deep.graph, _own(out)
+    if rows.shape[0] == deep.local.edges.own != deep.local.nodes.own:
+        places = torch.argsort(deep.order)[: graph.edges.own]
+        own, sharding = rows[places], graph.edges
+    else:
+        own, sharding = rows[: graph.nodes.own], graph.nodes
+    return ShardTensor.from_local(own, sharding) if sharded else own
