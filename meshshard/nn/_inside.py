@@ -15,8 +15,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from meshshard.comm import linear
 from meshshard.nn._coupling import COUPLING
 from meshshard.nn._rings import Rings, padded
+from meshshard.nn._sparse import largest
 from meshshard.tensor.core import Sharding, ShardTensor, native, refuse, wrap
 
 __all__ = ["RUNNING", "Inside", "own_rows"]
@@ -112,8 +114,12 @@ class Inside(TorchFunctionMode):
 
     def _pairs(self) -> Tensor:
         """Names of edges that the convolution has made itself, loops for example."""
-        source, to = self.rings.origins[self.edge_index]
-        return (to << 32) + source
+        graph, (source, to) = self.rings.graph, self.edge_index
+        places = self.rings.origins
+        if self.rings.n_to != self.rings.n_rows:
+            places = padded(_origins(graph.nodes), self.rings.n_to)
+        names: Tensor = (places[to] << 32) + self.rings.origins[source]
+        return names
 
 
 def _origins(sharding: Sharding) -> Tensor:
@@ -166,9 +172,35 @@ def own_rows(run: Inside, x: Tensor, norm: Callable[[Any], Any]) -> Tensor:
     return padded(out.to_local(), x.shape[0])
 
 
+def _scatter(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Sums and maxima of the rows of edges at their destinations, by a sparse product."""
+    names = ("self", "dim", "index", "src", "reduce")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    out, index, src = (given.get(name) for name in ("self", "index", "src"))
+    how = given.get("reduce", "sum")
+    op = run.rings.arriving if run.edge_index is run.rings.edge_index else None
+    known = how in ("sum", "amax") and (how == "sum" or given.get("include_self") is False)
+    if op is None or not known or not _along_edges(run, out, index, src, given["dim"]):
+        return func(*args, **kwargs)
+    return out.add_(linear.apply(op, src) if how == "sum" else largest(op, src))
+
+
+def _along_edges(run: Inside, out: Any, index: Any, src: Any, dim: int) -> bool:
+    """Whether rows go to the destinations of all edges."""
+    rings = run.rings
+    to = rings.edge_index[1]
+    if not isinstance(src, Tensor) or not src.is_floating_point() or type(src) is ShardTensor:
+        return False
+    same = index.data_ptr() == to.data_ptr() and index.shape == src.shape
+    steps = all(step == 0 for step in index.stride()[1:])
+    return bool(same and steps and dim % src.ndim == 0 and out.shape[0] == rings.n_to)
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: _dropout,
     F.batch_norm: _batch_norm,
+    Tensor.scatter_add_: _scatter,
+    Tensor.scatter_reduce_: _scatter,
     **COUPLING,
 }

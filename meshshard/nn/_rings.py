@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.comm import Exchange
+from meshshard.nn._sparse import Total
 from meshshard.tensor import ShardGraph
 
 __all__ = ["Rings", "rings_of"]
@@ -56,6 +58,15 @@ class Rings:
         """
         local = self.graph.domain.exchange(x, self.graph.exchange)
         return padded(local, self.n_rows)
+
+    @cached_property
+    def arriving(self) -> Total | None:
+        """(n_to, …) sums of (n_edges, …) rows of edges, where these are sorted by destination."""
+        to = self.edge_index[1]
+        if self.fetch is not None or self.graph.edges.own != len(self.names):
+            return None
+        begin = F.pad(self.graph.indptr, (0, self.n_to - self.graph.nodes.own), value=len(to))
+        return Total(begin, torch.arange(len(to), device=to.device), len(to))
 
     def edges(self, x: Tensor) -> Tensor:
         """Attributes of own edges with those of the others: (n_edges, …).
