@@ -17,7 +17,7 @@ from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard
 from meshshard.tensor.core import MeshshardError
 
 SIZES = (1, 2, 3, 4)
-laws = settings(max_examples=12, suppress_health_check=list(HealthCheck))
+laws = settings(max_examples=8, suppress_health_check=list(HealthCheck))
 
 
 def on(ranks, size, job, *given_):
@@ -186,8 +186,11 @@ def wrong_job():
     with pytest.raises(DomainError, match=r"knn: rank 1: .*1 points are not finite: ids \[2\]"):
         ms_nn.knn(ShardTensor.from_local(x, sharding), ShardTensor.from_local(x, sharding), 2)
     fine = ShardTensor.from_local(torch.zeros(4, 3), sharding)
-    with pytest.raises(DomainError, match="rank 0: 56 edges, at most 50 are allowed"):
-        ms_nn.radius_graph(fine, 1.0, max_edges=50)
+    for most, count in ((None, 56), (2, 16)):
+        assert ms_nn.radius_graph(fine, 1.0, most, count).edges.total == count
+        message = f"radius_graph: {count} edges, at most {count - 1} are allowed"
+        with pytest.raises(DomainError, match=message):
+            ms_nn.radius_graph(fine, 1.0, most, count - 1)
     with pytest.raises(MeshshardError, match="two domains meet"):
         ms_nn.knn(fine, torch.zeros(4, 3), 2)
     with pytest.raises(MeshshardError, match="3 coordinates meet 2"):
@@ -212,7 +215,9 @@ def test_wrong_arguments_are_named(monkeypatch):
     with pytest.raises(NoShardRule, match="sharded along their rows"):
         ms_nn.knn_graph(across, 1)
     monkeypatch.setattr(_search, "_free", lambda device: 100)
-    with pytest.raises(DomainError, match="12 edges, 12 of them here, need 576 bytes and 100 are"):
+    with pytest.raises(
+        DomainError, match="12 of them on rank 0, need 576 bytes there and 100"
+    ):
         ms_nn.radius_graph(x, 1.0)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshshard.comm import Domain
-from meshshard.errors import MeshshardError
+from meshshard.errors import DomainError, MeshshardError
 from meshshard.mesh import Array
 from meshshard.neighbours import Cloud, finite, squared_length, widened
 from meshshard.nn._scan import Scan
@@ -59,27 +59,41 @@ def side(pos: Tensor, what: str) -> Side:
     return Side(points, Sharding(Domain(None, pos.device), [len(pos)]))
 
 
-def nearest(x: Side, y: Side | None, k: int, within: float, what: str) -> tuple[Tensor, Tensor]:
+def nearest(
+    x: Side,
+    y: Side | None,
+    k: int,
+    what: str,
+    within: float = np.inf,
+    max_edges: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """The k nearest of x for every row of y, by distance, then row in the source.
 
     Args:
         x: the points.
         y: the places; those of x if None, none its own neighbour.
         k: how many.
-        within: the largest distance that counts.
         what: who asks, for errors.
+        within: the largest distance that counts.
+        max_edges: more are refused.
 
     Returns:
         (own edges,) ids of the neighbours; (own rows of y + 1,) where those of each row begin.
+
+    Raises:
+        DomainError: points that are not finite; more edges than may be, or than memory can hold.
     """
     places, mine = _prepared(x, y, what)
     k = max(0, min(k, x.sharding.total - (y is None)))
     _afford(x, len(places) * k, what)
     ids = _nearest(x, mine, None if y is None else places, k, within)
-    if ids.shape[1] and (ids[:, -1] >= 0).all():
+    if max_edges is None and k and (ids[:, -1] >= 0).all():
         return _tensors(x, ids.reshape(-1), np.arange(0, ids.size + 1, k))
     found = ids >= 0
-    return _tensors(x, ids[found], np.append(0, np.cumsum(found.sum(1))))
+    starts = np.append(0, np.cumsum(found.sum(1)))
+    if max_edges is not None:
+        _afford(x, int(starts[-1]), what, max_edges)
+    return _tensors(x, ids[found], starts)
 
 
 def around(
@@ -144,23 +158,20 @@ def _finite(one: Side, name: str) -> Array:
 
 
 def _afford(x: Side, edges: int, what: str, most: int | None = None) -> None:
-    """Refuse edges that there is no memory for, on all ranks.
+    """Refuse edges that may not be, or that there is no memory for: all ranks alike.
 
-    Communication: two gathers of objects.
+    Communication: one gather of objects.
     """
-    total = sum(x.domain.share(edges))
-
-    def _check() -> None:
-        size, free = edges * EDGE_BYTES, _free(x.domain.device)
-        if most is not None and total > most:
-            raise MeshshardError(f"{total:,} edges, at most {most:,} are allowed")
+    counts = x.domain.share((edges, edges * EDGE_BYTES, _free(x.domain.device)))
+    total = sum(count for count, _, _ in counts)
+    if most is not None and total > most:
+        raise DomainError(f"{what}: {total:,} edges, at most {most:,} are allowed")
+    for rank, (count, size, free) in enumerate(counts):
         if size > free:
-            raise MeshshardError(
-                f"{total:,} edges, {edges:,} of them here, need {size:,} bytes and {free:,} are "
-                "free; take a smaller radius or k, or more ranks"
+            raise DomainError(
+                f"{what}: {total:,} edges, {count:,} of them on rank {rank}, need {size:,} bytes "
+                f"there and {free:,} are free; take a smaller radius or k, or more ranks"
             )
-
-    x.domain.together(_check, what)
 
 
 def _free(device: torch.device) -> int:

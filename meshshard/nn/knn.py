@@ -8,8 +8,6 @@ own neighbour, others at its place are. The search itself has no gradient; `edge
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -41,7 +39,7 @@ def knn_graph(pos: Tensor, k: int, loop: bool = False) -> ShardGraph:
     Communication: that of `knn`.
     """
     points = side(pos, "knn_graph")
-    return _graph(points, points if loop else None, _counted(k, "knn_graph"), math.inf, "knn_graph")
+    return _nearest(points, points if loop else None, k, "knn_graph")
 
 
 def knn(x: Tensor, y: Tensor, k: int) -> ShardGraph:
@@ -56,11 +54,11 @@ def knn(x: Tensor, y: Tensor, k: int) -> ShardGraph:
         DomainError: as `knn_graph`.
         MeshshardError: the clouds live on different domains or have different d.
 
-    Communication: five gathers of objects; on more than one rank two more, and two all-to-alls of
-    counts, one of cells and one of points: those that may be nearer than what a rank has itself,
-    d + 2 numbers each; then that of `ShardGraph.from_ids`. None backward.
+    Communication: four gathers of objects, two all-to-alls of counts, one of cells and one of
+    points: those that may be nearer than what a rank has itself, d + 2 numbers each, two to three
+    times the halo that results; then that of `ShardGraph.from_ids`. None backward.
     """
-    return _graph(side(x, "knn"), side(y, "knn"), _counted(k, "knn"), math.inf)
+    return _nearest(side(x, "knn"), side(y, "knn"), k, "knn")
 
 
 def radius_graph(
@@ -73,13 +71,14 @@ def radius_graph(
         r: the largest distance; d^2 <= r^2 decides.
         max_neighbours: the most that a point hears, None for all. (PyG takes any so many, not the
             nearest.)
-        max_edges: more are refused before they are made.
+        max_edges: more are refused.
 
     Returns:
         The graph, ordered as that of `knn_graph`.
 
     Raises:
-        DomainError: as `knn_graph`; without `max_neighbours` the edges are counted first.
+        DomainError: as `knn_graph`. Without `max_neighbours` edges are counted before they are
+            made; with it there is room for so many of each point.
 
     Communication: that of `knn`.
     """
@@ -166,8 +165,8 @@ def _counted(k: int, what: str) -> int:
     return k
 
 
-def _graph(x: Side, y: Side | None, k: int, reach: float, what: str = "knn") -> ShardGraph:
-    ids, starts = nearest(x, y, k, reach, what)
+def _nearest(x: Side, y: Side | None, k: int, what: str) -> ShardGraph:
+    ids, starts = nearest(x, y, _counted(k, what), what)
     return ShardGraph.from_ids(ids, starts, (y or x).sharding, x.sharding)
 
 
@@ -177,7 +176,8 @@ def _within(
     what = "radius_graph" if y is None else "ball_query"
     if not r >= 0:
         raise MeshshardError(f"{what}: a radius of {r}; take a number of 0 or more")
-    if most is not None and max_edges is None:
-        return _graph(x, y, _counted(most, what), r, what)
-    ids, starts = around(x, y, r, max_edges, what)
+    if most is None:
+        ids, starts = around(x, y, r, max_edges, what)
+    else:
+        ids, starts = nearest(x, y, _counted(most, what), what, r, max_edges)
     return ShardGraph.from_ids(ids, starts, (y or x).sharding, x.sharding)
