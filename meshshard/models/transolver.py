@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from meshshard.errors import MeshshardError
 from meshshard.models._names import from_physicsnemo, sizes_of, to_physicsnemo
-from meshshard.nn import SliceAttention
+from meshshard.nn import CrossSliceAttention, SliceAttention
 from meshshard.nn._passes import apply, by_rows, infer
 from meshshard.nn._slices import Layer, Piece, Run
 from meshshard.nn.slice_attention import Noise, own_rows, with_rows
 
-__all__ = ["Transolver", "TransolverOptions"]
+__all__ = ["MLP", "Block", "Transolver", "TransolverOptions", "start"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Transolver(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden, heads, slices, n, options) for n in ends)
         width = options.context_dim
         self.context: nn.Linear | None = nn.Linear(width, hidden) if width else None
-        self.apply(_start)
+        self.apply(start)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Outputs of all rows.
@@ -271,7 +271,7 @@ def _mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
 
-def _start(module: nn.Module) -> None:
+def start(module: nn.Module) -> None:
     """The reference's first parameters."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
@@ -279,7 +279,15 @@ def _start(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-AS_BUILT = (nn.Linear, nn.LayerNorm, nn.GELU, nn.Sequential, MLP, SliceAttention)
+AS_BUILT = (
+    nn.Linear,
+    nn.LayerNorm,
+    nn.GELU,
+    nn.Sequential,
+    MLP,
+    SliceAttention,
+    CrossSliceAttention,
+)
 
 
 def _as_built(module: nn.Module) -> bool:

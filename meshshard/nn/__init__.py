@@ -22,7 +22,7 @@ from meshshard.nn.pool import (
     mask_of,
     random_points,
 )
-from meshshard.nn.slice_attention import SliceAttention
+from meshshard.nn.slice_attention import CrossSliceAttention, SliceAttention
 
 __all__ = [
     "AttentionPool",
@@ -30,6 +30,7 @@ __all__ = [
     "Box",
     "Consistency",
     "ConvCheck",
+    "CrossSliceAttention",
     "Deepened",
     "MeshBlock",
     "SliceAttention",

@@ -90,8 +90,7 @@ class Backward:
                 w, f, _ = self.layer.sliced(tile, rows)
             back = at_values[:, rows].reshape(f.shape)
             pairs = torch.cat([f.detach(), back], -1).permute(0, 2, 1, 3).flatten(0, 1)
-            gw = torch.baddbmm(gd, pairs, both)
-            gw = gw.unflatten(0, gS.shape[:2]).permute(0, 2, 1, 3)  # type: ignore[no-untyped-call]
+            gw = torch.baddbmm(gd, pairs, both).view(*gS.shape[:2], *w.shape[1::2]).transpose(1, 2)
             gf = torch.matmul(w.detach().permute(0, 2, 1, 3), gS).permute(0, 2, 1, 3)
             found = vjp([w, f], [tile, *slices.tensors], [gw, gf])
             of_slices.add(found[1:])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -88,21 +88,27 @@ class _Tiled(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------- rows alone
-def by_rows(piece: Piece, run: Run, x: Tensor) -> Tensor:
-    """A function of rows alone, of which tiles keep only the input. Communication: none."""
+def by_rows(piece: Piece, run: Run, x: Tensor, summed: bool = False) -> Tensor:
+    """A function of rows alone, or the sum of one over own rows; only the input is kept.
+
+    Communication: none.
+    """
     if not run.tile:
         return piece(x)  # type: ignore[no-any-return]
-    out: Tensor = _ByRows.apply(x, piece, run, *piece.tensors)  # type: ignore[no-untyped-call]
+    out: Tensor = _ByRows.apply(x, piece, run, summed, *piece.tensors)  # type: ignore[no-untyped-call]
     return out
 
 
 class _ByRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, piece: Piece, run: Run, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, piece: Piece, run: Run, summed: bool, *tensors: Tensor
+    ) -> Tensor:
         """The value."""
         ctx.save_for_backward(x, *tensors)
-        ctx.piece, ctx.run = piece, run
-        return torch.cat([piece(x[:, rows]) for _, rows in run.tiles()], 1)
+        ctx.piece, ctx.run, ctx.summed = piece, run, summed
+        outs = (piece(x[:, rows]) for _, rows in run.tiles())
+        return reduce(torch.add, outs) if summed else torch.cat(list(outs), 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -111,7 +117,7 @@ class _ByRows(torch.autograd.Function):
         if torch.is_grad_enabled():
             out = replace(ctx.piece, tensors=tuple(tensors))(x)
             found = vjp([out], [x, *tensors], [grad], create_graph=True)
-            return found[0], None, None, *found[1:]
+            return found[0], None, None, None, *found[1:]
         leaves = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
         piece, sums = replace(ctx.piece, tensors=leaves), Gradients(leaves)
         gx = torch.empty_like(x) if x.requires_grad else None
@@ -119,11 +125,11 @@ class _ByRows(torch.autograd.Function):
             leaf = x[:, rows].detach().requires_grad_(x.requires_grad)
             with torch.enable_grad():
                 out = piece(leaf)
-            found = vjp([out], [leaf, *leaves], [grad[:, rows]])
+            found = vjp([out], [leaf, *leaves], [grad if ctx.summed else grad[:, rows]])
             sums.add(found[1:])
             if gx is not None and found[0] is not None:
                 gx[:, rows] = found[0]
-        return gx, None, None, *sums.result()
+        return gx, None, None, None, *sums.result()
 
 
 # ---------------------------------------------------------------------------------- a whole model

@@ -17,7 +17,18 @@ from meshshard.comm import Domain
 from meshshard.tensor import Sharding
 from meshshard.tensor.tokens import merged, merged_in_order
 
-__all__ = ["FEW", "Layer", "Piece", "Run", "Sums", "collected", "means", "only_answer", "wide"]
+__all__ = [
+    "FEW",
+    "Layer",
+    "Piece",
+    "Run",
+    "Sums",
+    "collected",
+    "means",
+    "only_answer",
+    "summed",
+    "wide",
+]
 
 FEW = 1000  # rows of the largest rank below which tiles do not pay (measured: benchmarks/slices.py)
 
@@ -134,8 +145,7 @@ class Sums:
 
     def add(self, shard: int, w: Tensor, f: Tensor) -> None:
         """One more tile: weights (B, n, H, G), values (B, n, H, D)."""
-        tokens = torch.matmul(w.permute(0, 2, 3, 1), f.permute(0, 2, 1, 3)).to(wide(f.dtype))
-        sums = torch.cat([tokens, w.sum(1, dtype=wide(w.dtype))[..., None]], -1)
+        sums = summed(w, f)
         self.parts[shard] = self.parts[shard] + sums if shard in self.parts else sums
         if self.kept is not None:
             self.kept.append(w)
@@ -143,6 +153,12 @@ class Sums:
     def total(self) -> Tensor:
         """(B, H, G, D + 1) over all rows of all ranks."""
         return self.run.merged([self.parts[k] for k in range(len(self.run.shards))])
+
+
+def summed(w: Tensor, f: Tensor) -> Tensor:
+    """(B, H, G, D + 1) values in each slice summed over rows, and beside them the weights."""
+    tokens = torch.matmul(w.permute(0, 2, 3, 1), f.permute(0, 2, 1, 3)).to(wide(f.dtype))
+    return torch.cat([tokens, w.sum(1, dtype=wide(w.dtype))[..., None]], -1)
 
 
 def only_answer(x: Tensor, answer: Tensor) -> Tensor:

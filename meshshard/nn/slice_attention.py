@@ -19,7 +19,7 @@ from meshshard.tensor import Sharding, ShardTensor
 from meshshard.tensor.core import refuse
 from meshshard.tensor.random import numbers
 
-__all__ = ["VARIANTS", "SliceAttention", "own_rows", "with_rows"]
+__all__ = ["VARIANTS", "CrossSliceAttention", "SliceAttention", "own_rows", "with_rows"]
 
 VARIANTS = {"v1": 1e-5, "plus": 1e-5, "physicsnemo": 1e-2}  # what is added to a slice's weight
 Noise = Callable[[slice], Tensor]
@@ -135,14 +135,17 @@ class SliceAttention(nn.Module):
         after: Piece = Piece(only_answer),  # noqa: B008 - frozen
     ) -> Layer:
         """It as pure functions of rows, with a norm before and what follows it."""
-        attended = (self.to_q.weight, self.to_k.weight, self.to_v.weight)
         return Layer(
             self._slices(noise, norm),
-            Piece(_attention, attended if context is None else (*attended, context)),
+            self._answers(context),
             Piece(F.linear, tuple(self.to_out.parameters())),
             after,
             VARIANTS[self.variant],
         )
+
+    def _answers(self, context: Tensor | None) -> Piece:
+        attended = (self.to_q.weight, self.to_k.weight, self.to_v.weight)
+        return Piece(_attention, attended if context is None else (*attended, context))
 
     def _slices(self, noise: Noise | None, norm: nn.LayerNorm | None) -> Piece:
         before = () if norm is None else (norm.weight, norm.bias)
@@ -158,6 +161,50 @@ class SliceAttention(nn.Module):
         folded = weight, (x.bias.view(self.heads, -1) / T).view(-1), s.weight, s.bias / T
         values = self.in_project_fx.weight, self.in_project_fx.bias
         return Piece(_Fixed(eps), (*before, *folded, *values))
+
+
+class CrossSliceAttention(SliceAttention):
+    """Slice attention whose slices look at a context besides each other, and mix what they see.
+
+    Source: GeoTransolver (2512.20399): sigmoid(a) * attention + (1 - sigmoid(a)) * cross-attention.
+
+    Args:
+        dim: width C of a row.
+        heads: H, a divisor of C.
+        slices: G.
+        context_dim: width of a token of the context, in each head.
+        variant, tile, deterministic: as in `SliceAttention`.
+
+    Communication: that of `SliceAttention`; the context is the same on every rank.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        slices: int,
+        context_dim: int,
+        *,
+        variant: str = "v1",
+        tile: int = 512,
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__(
+            dim, heads, slices, variant=variant, tile=tile, deterministic=deterministic
+        )
+        width = dim // heads
+        self.cross_q = nn.Linear(width, width)
+        self.cross_k = nn.Linear(context_dim, width)
+        self.cross_v = nn.Linear(context_dim, width)
+        self.state_mixing = nn.Parameter(torch.zeros(()))
+
+    def _answers(self, context: Tensor | None) -> Piece:
+        """As functions of slices and the context (B, H, S, context_dim)."""
+        if context is None:
+            return super()._answers(None)
+        own = (self.to_q.weight, self.to_k.weight, self.to_v.weight)
+        cross = [p for m in (self.cross_q, self.cross_k, self.cross_v) for p in m.parameters()]
+        return Piece(_mixed, (*own, *cross, self.state_mixing, context))
 
 
 @dataclass(frozen=True)
@@ -215,6 +262,15 @@ def _attention(s: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, *context: Tensor) 
     scores = F.linear(s, wq) @ F.linear(to, wk).transpose(-1, -2) * s.shape[-1] ** -0.5
     answers: Tensor = scores.softmax(-1) @ F.linear(to, wv)
     return answers
+
+
+def _mixed(s: Tensor, *given: Tensor) -> Tensor:
+    wq, bq, wk, bk, wv, bv, mixing, context = given[3:]
+    q, k, v = F.linear(s, wq, bq), F.linear(context, wk, bk), F.linear(context, wv, bv)
+    crossed = (q @ k.transpose(-1, -2) * s.shape[-1] ** -0.5).softmax(-1) @ v
+    share = mixing.sigmoid()
+    both: Tensor = share * _attention(s, *given[:3]) + (1 - share) * crossed
+    return both
 
 
 def own_rows(x: Tensor, dim: int) -> tuple[Tensor, Sharding]:

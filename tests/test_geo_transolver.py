@@ -1,0 +1,103 @@
+"""GeoTransolver: its parts by hand, and on shards as on the whole (laws 1, 3, 6)."""
+
+import numpy as np
+import pytest
+import torch
+
+from meshshard.comm import Domain, init_domain
+from meshshard.comm.domain import counted
+from meshshard.errors import MeshshardError
+from meshshard.models import GeoOptions, GeoTransolver
+from meshshard.nn import _slices
+from meshshard.tensor import Sharding, ShardTensor
+
+N, M = 60, 45
+SIZES = {2: ((40, 20), (0, 45)), 3: ((25, 0, 35), (20, 20, 5)), 4: ((15, 15, 0, 30), (0, 40, 5, 0))}
+
+
+def far(got, want):
+    return ((got - want).abs().max() / want.abs().max().clamp_min(1e-3)).item()
+
+
+def numbers(*shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.rand(*shape, dtype=torch.float64, generator=generator)
+
+
+def small():
+    torch.manual_seed(1)
+    options = GeoOptions(slices=5, radii=(0.2, 0.5), neighbours=(4, 7), local=8, context_dim=2,
+                         tile=16)  # fmt: skip
+    model = GeoTransolver(4, 2, 6, 16, 2, 4, options).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def sharded(x, domain, sizes, origin):
+    """Own rows of a tensor whose rows were put in another order."""
+    first = sum(sizes[: domain.rank])
+    rows = origin[first : first + sizes[domain.rank]]
+    return ShardTensor.from_local(x[rows].requires_grad_(), Sharding(domain, sizes, rows))
+
+
+def found(model, given, domain, orders):
+    model.zero_grad()
+    given = [x.detach().requires_grad_() for x in given]
+    y = model(*given, numbers(3, 2))
+    (y.sin().mean() + y.square().mean(0).sum()).backward()
+    domain.average_gradients(model)
+    out = []
+    for x, order in zip([y.detach(), *(x.grad for x in given)], orders, strict=True):
+        whole = x.gather() if isinstance(x, ShardTensor) else x
+        out.append(torch.empty_like(whole).index_copy(0, order, whole))
+    return [*out, *(p.grad.clone() for p in model.parameters())]
+
+
+def shards_job(sizes, few):
+    _slices.FEW = few
+    domain, model = init_domain(), small()
+    given = numbers(N, 4), numbers(N, 3), numbers(M, 6)
+    same = torch.arange(N), torch.arange(M)
+    want = found(model, given, Domain(), (same[0], same[0], same[0], same[1]))
+    order = [torch.from_numpy(np.random.default_rng(n).permutation(n)) for n in (N, M)]
+    mine = [sharded(x, domain, sizes[i], order[i]) for x, i in zip(given, (0, 0, 1), strict=True)]
+    got = found(model, mine, domain, (order[0], order[0], order[0], order[1]))
+    graphs = model.balls_of(*mine[1:])
+    with counted(domain) as forward:
+        again = model(*mine, numbers(3, 2), graphs).detach().gather()
+    back = torch.empty_like(again).index_copy(0, order[0], again)
+    sums = forward.counts["all_reduce"].calls
+    return max(map(far, [*got, back], [*want, want[0]])), sums
+
+
+@pytest.mark.parametrize("few", [1000, 0], ids=["ordinary", "tiled"])
+@pytest.mark.parametrize("size", SIZES)
+def test_shards_equal_the_whole(ranks, size, few):
+    for apart, sums in ranks[size].run(shards_job, SIZES[size], few):
+        assert apart < 1e-10
+        assert sums == 2 + 1 + 2  # radii, geometry, blocks; not the tokens of the sample
+
+
+def test_a_ball_is_what_it_should_be():
+    """The nearest points, relative to the row and the radius, empty room zero."""
+    model, pos, geometry = small(), numbers(N, 3), numbers(M, 6)
+    graphs = model.balls_of(pos, geometry)
+    got = model._local(0, graphs[0], pos, geometry)
+    for row in range(0, N, 7):
+        d = ((geometry[:, :3] - pos[row]) ** 2).sum(1)
+        near = [int(i) for i in d.argsort()[:4] if d[i] <= 0.2**2]
+        seen = torch.zeros(4, 6, dtype=torch.float64)
+        for place, i in enumerate(near):
+            seen[place] = torch.cat([(geometry[i, :3] - pos[row]) / 0.2, geometry[i, 3:]])
+        assert far(got[row], torch.tanh(model.balls[0](seen.flatten()))) < 1e-12
+
+
+def test_the_geometry_matters():
+    model, x, pos, geometry = small(), numbers(N, 4), numbers(N, 3), numbers(M, 6)
+    y = model(x, pos, geometry, numbers(3, 2))
+    assert far(model(x, pos, geometry * 0.9, numbers(3, 2)), y) > 1e-3
+    assert far(model(x, pos, geometry, numbers(3, 2) * 2), y) > 1e-4
+    with pytest.raises(MeshshardError, match="context is 2 wide"):
+        model(x, pos, geometry)
