@@ -13,6 +13,7 @@ from meshshard.comm import Domain, DomainError, init_domain
 from meshshard.comm.domain import counted
 from meshshard.graph import knn_graph, radius_graph
 from meshshard.nn import _search
+from meshshard.nn._scan import dimension
 from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard
 from meshshard.tensor.core import MeshshardError
 
@@ -76,7 +77,7 @@ def clouds(rng, lattice):
 
 def law_job(seed, lattice, scan):
     domain, rng = init_domain(), np.random.default_rng(seed)
-    _search.TREE_DIMS = 0 if scan else 12
+    _search.TREE_DIMS = 0 if scan else 8
     points, places = clouds(rng, lattice)
     x, names = placed(points, domain, rng, rng.random() < 0.5)
     y, _ = placed(places, domain, rng, named=False)
@@ -90,7 +91,7 @@ def law_job(seed, lattice, scan):
         (ms_nn.ball_query(x, y, r), wanted(points, places, names, r=r), y),
         (ms_nn.ball_query(x, y, r, k), wanted(points, places, names, k=k, r=r), y),
     ]
-    _search.TREE_DIMS = 12
+    _search.TREE_DIMS = 8
     for graph, want, to in cases:
         own = to.sharding
         assert graph.nodes is own
@@ -169,6 +170,17 @@ def test_features_of_many_coordinates(seed, dims):
     assert rows(graph) == wanted(x, x, np.arange(50), own=True, k=6)
 
 
+def test_features_on_a_thin_sheet_are_searched_by_a_tree():
+    flat = torch.rand(600, 3, dtype=torch.float64)
+    features = torch.relu(flat @ torch.randn(3, 40, dtype=torch.float64))
+    assert dimension(features) < 8 < dimension(torch.randn(600, 40, dtype=torch.float64))
+    for x in (features, torch.randn(200, 40, dtype=torch.float64)):
+        whole = x.numpy()
+        want = wanted(whole, whole, np.arange(len(x)), own=True, k=5)
+        assert rows(ms_nn.knn_graph(x, 5)) == want
+    assert dimension(torch.zeros(50, 40, dtype=torch.float64)) == 40
+
+
 def test_many_points_at_one_place_take_the_lowest_rows():
     points = torch.zeros(5000, 3)
     points[-1] = 1
@@ -215,9 +227,7 @@ def test_wrong_arguments_are_named(monkeypatch):
     with pytest.raises(NoShardRule, match="sharded along their rows"):
         ms_nn.knn_graph(across, 1)
     monkeypatch.setattr(_search, "_free", lambda device: 100)
-    with pytest.raises(
-        DomainError, match="12 of them on rank 0, need 576 bytes there and 100"
-    ):
+    with pytest.raises(DomainError, match="12 of them on rank 0, need 576 bytes there and 100"):
         ms_nn.radius_graph(x, 1.0)
 
 

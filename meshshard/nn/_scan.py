@@ -12,9 +12,10 @@ from torch import Tensor
 from meshshard.mesh import Array
 from meshshard.neighbours import Pairs
 
-__all__ = ["Scan"]
+__all__ = ["Scan", "dimension"]
 
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 28}  # distances held at once
+SAMPLE = 1000  # points that tell in how many dims all spread
 SPARE = 8  # candidates beyond k that rounding may have put in another order
 
 
@@ -118,6 +119,21 @@ class Scan:
         if itself is not None:
             total[torch.arange(len(itself), device=total.device), itself] = math.inf
         return total
+
+
+def dimension(points: Tensor, k: int = 10) -> float:
+    """In how many dims points spread: features of many numbers often lie on a thin sheet.
+
+    From the distances to k neighbours in a sample (Levina and Bickel, 2004).
+    """
+    some = points[:: max(1, -(-len(points) // SAMPLE))]
+    if len(some) <= k:
+        return 0.0
+    scan = Scan(some, torch.arange(len(some), device=some.device))
+    _, squares = scan._nearest(scan._points, k, torch.arange(len(some), device=some.device))
+    squares = squares.clamp(min=1e-300)
+    growth = float((squares[:, -1:] / squares[:, :-1]).log().mean()) / 2
+    return 1 / growth if growth else float(points.shape[1])
 
 
 def _split(rows: Tensor, size: int) -> list[Tensor]:

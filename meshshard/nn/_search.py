@@ -13,14 +13,14 @@ from meshshard.comm import Domain
 from meshshard.errors import DomainError, MeshshardError
 from meshshard.mesh import Array
 from meshshard.neighbours import Cloud, finite, squared_length, widened
-from meshshard.nn._scan import Scan
+from meshshard.nn._scan import Scan, dimension
 from meshshard.nn._voxels import Rows, fetch
 from meshshard.tensor import Sharding, ShardTensor
 from meshshard.tensor.core import refuse
 
 __all__ = ["Side", "around", "nearest", "side"]
 
-TREE_DIMS = 12  # coordinates up to which a tree beats looking at all points
+TREE_DIMS = 8  # that points spread in, up to which a tree beats looking at all of them
 EDGE_BYTES = 48  # of one edge while a graph is made
 NOTHING = np.iinfo(np.int64).max
 
@@ -187,10 +187,11 @@ def _free(device: torch.device) -> int:
 
 
 def _cloud(x: Side, rows: Rows, most: int | None) -> Cloud | Scan:
-    """Points in the form that is fastest to ask; chosen alike on all ranks."""
-    if x.domain.device.type == "cpu" and x.dims <= TREE_DIMS:
-        return Cloud(rows.points, most, rows.names, torch.get_num_threads())
+    """Points in the form that is fastest to ask; the answers are the same."""
     points, names = (torch.from_numpy(a).to(x.domain.device) for a in rows[:2])
+    device = x.domain.device.type
+    if device == "cpu" and (x.dims <= TREE_DIMS or dimension(points) <= TREE_DIMS):
+        return Cloud(rows.points, most, rows.names, torch.get_num_threads())
     return Scan(points, names)
 
 

@@ -24,8 +24,8 @@ def knn_graph(pos: Tensor, k: int, loop: bool = False) -> ShardGraph:
 
     Args:
         pos: (n, d) positions or features, sharded along their rows, or plain: a graph on one rank.
-            Up to 12 coordinates are searched by a k-d tree on a CPU; more, or another device, by
-            looking at all points that other ranks cannot exclude.
+            Points that spread in up to eight dims are searched by a k-d tree on a CPU; others, and
+            on another device, by looking at all points that other ranks cannot exclude.
         k: neighbours of each point; all others where there are fewer.
         loop: whether a point is among its own neighbours, as PyG's `DynamicEdgeConv` has it.
 
