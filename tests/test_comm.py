@@ -131,6 +131,26 @@ def test_values(ranks, size):
     assert all(ranks[size].run(values_job))
 
 
+def layouts_job():
+    """A tensor that lies transposed in the memory of one rank."""
+    domain = init_domain()
+    x = torch.arange(6.0).reshape(2, 3) * (1 if domain.rank else -1)
+    x = x.T.contiguous().T if domain.rank else x
+    x.requires_grad_()
+    for op in ("max", "sum"):
+        out = domain.all_reduce(x, op)
+        out.sum().backward()
+        wanted = torch.arange(6.0).reshape(2, 3) * (op == "max")
+        assert torch.equal(out.detach(), wanted)
+    hit = torch.full((2, 3), 2.0 * domain.rank)
+    hit[0, 0] = 1.0  # a tie
+    assert torch.equal(x.grad, hit + 2)
+
+
+def test_layouts_in_memory_may_differ(ranks):
+    ranks[2].run(layouts_job)
+
+
 def maximum_job():
     """Ties on several ranks share the gradient equally."""
     domain = init_domain()

@@ -274,7 +274,7 @@ class _Largest(torch.autograd.Function):
         """The value of the adjoint."""
         (hit,) = ctx.saved_tensors
         hit = hit.to(grad.dtype)
-        ties = hit.sum(ctx.dims, keepdim=True) if ctx.dims else hit.clone()
+        ties = (hit.sum(ctx.dims, keepdim=True) if ctx.dims else hit.clone()).contiguous()
         if ctx.domain.size > 1:
             _wire.all_reduce(ctx.domain, ties, "all_reduce")
             grad = apply(Sum(ctx.domain), grad)
@@ -289,7 +289,10 @@ def _top(domain: Domain, x: Tensor, dims: tuple[int, ...]) -> Tensor:
         top = x.new_full(shape, least)
     else:
         top = x.amax(dims, keepdim=True) if dims else x.clone()
-    return top if domain.size == 1 else _wire.all_reduce(domain, top, "all_reduce", "max")
+    if domain.size == 1:
+        return top
+    # numbers meet as they lie in memory, which need not be alike on all ranks
+    return _wire.all_reduce(domain, top.contiguous(), "all_reduce", "max")
 
 
 def _without(shape: torch.Size, dims: tuple[int, ...]) -> list[int]:

@@ -108,27 +108,23 @@ class _Attention(torch.autograd.Function):
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     keys = _Keys(q, k, v, how)
+    blocks = keys.blocks()
     wide = torch.promote_types(q.dtype, torch.float32)
-    if keys.are_one:
-        out, lse = attend(q, k, v, Tile(how.scale))
+    if keys.whole is not None:
+        next(blocks)
+        out, lse = (x.to(wide) for x in attend(q, k, v, keys.whole))
     else:
-        out, lse = _merged_blocks(q, keys, wide)
-    if how.by_tokens:
-        out, lse = _of_all_keys(out.to(wide), lse, how.columns.domain)
-    return out.to(q.dtype), lse
-
-
-def _merged_blocks(q: Tensor, keys: _Keys, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    b, h, n, _ = q.shape
-    # rows first in memory: layers join the heads behind without a copy
-    out = q.new_zeros((n, b, h, keys.v.shape[-1]), dtype=wide).movedim(0, 2)
-    lse = q.new_full((b, h, n), -torch.inf, dtype=wide)
-    for block in keys.blocks():
+        b, h, n, _ = q.shape
+        out = q.new_zeros((b, h, n, v.shape[-1]), dtype=wide)
+        lse = q.new_full((b, h, n), -torch.inf, dtype=wide)
+    for block in blocks:
         k_block, v_block = keys.unpacked(block)
         for rows, columns, tile in keys.tiles(block):
             more = attend(q[:, :, rows], k_block[:, :, columns], v_block[:, :, columns], tile)
             merge(out[:, :, rows], lse[:, :, rows], *more)
-    return out, lse
+    if how.by_tokens:
+        out, lse = _of_all_keys(out, lse, how.columns.domain)
+    return out.to(q.dtype), lse
 
 
 def _of_all_keys(out: Tensor, lse: Tensor, domain: Domain) -> tuple[Tensor, Tensor]:
@@ -147,16 +143,19 @@ def _backward(
     q, k, v = given
     out, lse = found[0], finite(found[1])
     keys = _Keys(q, k, v, how)
-    if keys.are_one:
-        return attend_backward(grad, (out, lse), q, k, v, Tile(how.scale))
-    dq = torch.zeros_like(q, dtype=lse.dtype)
-    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+    blocks = keys.blocks()
+    if keys.whole is not None:
+        next(blocks)
+        first = attend_backward(grad, (out, lse), q, k, v, keys.whole)
+        dq, dk, dv = (x.to(lse.dtype) for x in first)
+    else:
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
 
     def add(start: int, rows: Tensor) -> None:
         for into, more in zip((dk, dv), keys.split(rows), strict=True):
             into[:, :, start : start + len(rows)] += more
 
-    for block in keys.blocks():
+    for block in blocks:
         k_block, v_block = keys.unpacked(block)
         own = slice(block.start, block.stop)
         into = (dq, dk[:, :, own], dv[:, :, own])
@@ -187,14 +186,22 @@ class _Keys:
         self.groups = q.shape[1] // max(k.shape[1], 1)
         simple = how.mask is None and self.groups == 1
         self.large = simple and is_fast(q, v, how.chance is not None)
-        any_pair = q.shape[2] * k.shape[2] > 0 and not how.causal
-        self.are_one = self.large and self.ring.domain.size == 1 and any_pair
+        self.whole = self._whole() if self.large else None
+
+    def _whole(self) -> Tile | None:
+        """The tile of all own queries and own keys, where they are one."""
+        n, own = self.q.shape[2], self.how.columns
+        columns = range(own.first, own.first + own.own)
+        tiles = list(pieces(self.how.ids(), columns, self.how.causal))
+        if len(tiles) != 1 or tiles[0][:2] != (slice(0, n), slice(0, own.own)):
+            return None
+        return Tile(self.how.scale, tiles[0][2])
 
     def blocks(self) -> Iterator[Block]:
-        """All blocks of keys that this rank's queries meet."""
+        """All blocks of keys that this rank's queries meet, all own keys first where `whole` is."""
         for block in self.ring.blocks(self._take):
             first = block.first + self.first
-            if block.rows is not None or self.large:
+            if block.rows is not None or self.whole is not None:
                 yield replace(block, first=first)
                 continue
             for start, stop in tile_columns(block.stop):  # own rows, all of them
