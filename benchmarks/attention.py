@@ -77,7 +77,8 @@ def speed(every: Sequence[int]) -> Tables:
     rows = []
     with environment(**KEEP):
         for tokens in every:
-            (one, _), (alone, alone_cpu), (ours, ours_cpu) = on_ranks(RANKS, _speeds, tokens)[0]
+            (alone, alone_cpu), (ours, ours_cpu) = on_ranks(RANKS, _speeds, tokens)[0]
+            one = on_ranks(1, _one_rank, tokens)[0]
             row = {"tokens": tokens, "one rank ms": one, "two independent ms": alone}
             row |= {"two ranks ms": ours, "independent's speed-up": one / alone}
             row |= {"speed-up": one / ours, "ratio": alone / ours}
@@ -87,23 +88,35 @@ def speed(every: Sequence[int]) -> Tables:
     yield "nn.MultiheadAttention, forward + backward, 2 ranks x 1 thread", rows
 
 
-def _speeds(tokens: int) -> list[tuple[float, float]]:
-    """Wall and CPU of one rank, of two that know nothing of each other, and of two together."""
+def _one_rank(tokens: int) -> float:
+    """Milliseconds of torch's own on all tokens, the other core idle."""
     import torch
 
-    from meshshard.comm import init_domain
+    layer, whole = _layer(), torch.randn(tokens, WIDTH, requires_grad=True)
+    _step(layer, whole[:512])
+    times = []
+    for _ in range(min(_rounds(tokens), 3)):
+        start = time.perf_counter()
+        _step(layer, whole)
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e3
 
-    domain, layer = init_domain(), _layer()
+
+def _speeds(tokens: int) -> list[tuple[float, float]]:
+    """Wall and CPU of two ranks that know nothing of each other, and of two together."""
+    import torch
+
+    layer, mine = _layer(), _sharded(tokens)
     whole = torch.randn(tokens, WIDTH)
     half = whole[: tokens // RANKS].clone().requires_grad_()
     whole.requires_grad_()
-    mine = _sharded(tokens)
-    calls: list[Call] = [lambda: _step(layer, half, whole), lambda: _step(layer, mine)]
-    once: Call = lambda: _step(layer, whole) if domain.rank == 0 else None  # noqa: E731
-    rounds = max(1, min(11, 49_152 // tokens))
     _timed(1, [lambda: _step(layer, _sharded(512))])
-    both = _timed(rounds, calls)
-    return _timed(min(rounds, 3), [once]) + both
+    calls: list[Call] = [lambda: _step(layer, half, whole), lambda: _step(layer, mine)]
+    return _timed(_rounds(tokens), calls)
+
+
+def _rounds(tokens: int) -> int:
+    return max(1, min(11, 65_536 // tokens))
 
 
 def _timed(rounds: int, calls: list[Call]) -> list[tuple[float, float]]:
