@@ -175,13 +175,14 @@ def own_rows(run: Inside, x: Tensor, norm: Callable[[Any], Any]) -> Tensor:
 def _scatter(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Sums and maxima of the rows of edges at their destinations, by a sparse product."""
     names = ("self", "dim", "index", "src", "reduce")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    out, index, src = (given.get(name) for name in ("self", "index", "src"))
+    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    out, index, src = given["self"], given.get("index"), given.get("src")
     how = given.get("reduce", "sum")
     op = run.rings.arriving if run.edge_index is run.rings.edge_index else None
     known = how in ("sum", "amax") and (how == "sum" or given.get("include_self") is False)
     if op is None or not known or not _along_edges(run, out, index, src, given["dim"]):
         return func(*args, **kwargs)
+    assert isinstance(src, Tensor)
     return out.add_(linear.apply(op, src) if how == "sum" else largest(op, src))
 
 

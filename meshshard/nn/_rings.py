@@ -66,7 +66,7 @@ class Rings:
         if self.fetch is not None or self.graph.edges.own != len(self.names):
             return None
         begin = F.pad(self.graph.indptr, (0, self.n_to - self.graph.nodes.own), value=len(to))
-        return Total(begin, torch.arange(len(to), device=to.device), len(to))
+        return Total.of_runs(begin)
 
     def edges(self, x: Tensor) -> Tensor:
         """Attributes of own edges with those of the others: (n_edges, …).

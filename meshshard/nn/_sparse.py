@@ -33,7 +33,18 @@ class Total:
         self.indptr, self.indices, self.columns, self.weights = indptr, indices, columns, weights
         self._ones: dict[torch.dtype, Tensor] = {}
         self.rows: Tensor | None = None
+        self.in_order = False
         self._adjoint: linear.Linear | None = None
+
+    @classmethod
+    def of_runs(cls, indptr: Tensor) -> Total:
+        """Sums of rows that lie one behind the other."""
+        n = int(indptr[-1])
+        total = cls(indptr, torch.arange(n, device=indptr.device), n)
+        total.in_order = True
+        total._adjoint = Take(_rows(total), len(indptr) - 1)
+        total._adjoint._adjoint = total
+        return total
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows, …) sums of (columns, …)."""
@@ -95,11 +106,9 @@ class Ends:
     """
 
     def __init__(self, graph: ShardGraph) -> None:
-        edges = torch.arange(graph.edges.own, device=graph.device)
         self.sources = Take(graph.indices, graph.n_local)
-        self.destinations = Take(graph.destinations, graph.nodes.own)
-        self.arriving = Total(graph.indptr, edges, graph.edges.own)
-        self.arriving._adjoint, self.destinations._adjoint = self.destinations, self.arriving
+        self.arriving = Total.of_runs(graph.indptr)
+        self.destinations: Any = self.arriving.adjoint()
 
     @classmethod
     def of(cls, graph: ShardGraph) -> Ends:
@@ -163,8 +172,11 @@ class Spread:
         for first, last, edges in self._runs():
             index, rows, hit = self._hits(edges, first)
             ties = hit.new_zeros(last - first, hit.shape[1]).index_add_(0, rows, hit)
-            share = flat[first:last] / ties.clamp_(min=1)
-            out.index_add_(0, index, hit.mul_(share.index_select(0, rows)))
+            part = hit.mul_((flat[first:last] / ties.clamp_(min=1)).index_select(0, rows))
+            if self.sums.in_order:
+                out[edges] = part
+            else:
+                out.index_add_(0, index, part)
         return out.view(len(out), *x.shape[1:])
 
     def adjoint(self) -> linear.Linear:
@@ -174,8 +186,8 @@ class Spread:
     def _hits(self, edges: slice, first: int) -> tuple[Tensor, Tensor, Tensor]:
         """Columns and rows of some edges, and where they reach the maximum."""
         index, rows = self.sums.indices[edges], _rows(self.sums)[edges]
-        reached = self.x.index_select(0, index).eq_(self.top.index_select(0, rows))
-        return index, rows - first, reached
+        x = self.x[edges].clone() if self.sums.in_order else self.x.index_select(0, index)
+        return index, rows - first, x.eq_(self.top.index_select(0, rows))
 
     def _runs(self) -> Iterator[tuple[int, int, slice]]:
         """Runs of rows with about so many edges, and their edges."""
