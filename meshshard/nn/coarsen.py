@@ -1,0 +1,155 @@
+"""coarsen: levels of a graph, each node of a coarse one standing for a cluster of the finer.
+
+A level has three graphs, all ordinary: between clusters, from nodes down to their clusters, and up
+again. Everything is named by labels, so it does not depend on how the nodes are divided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshshard.comm import Domain
+from meshshard.errors import MeshshardError
+from meshshard.nn._sparse import starts
+from meshshard.nn.aggregate import aggregate
+from meshshard.tensor import ShardGraph, Sharding, ShardTensor
+
+__all__ = ["Level", "cluster", "coarsen"]
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """A coarse graph, and the way to it and back.
+
+    Attributes:
+        graph: between clusters that an edge joins; a cluster lives with the lowest rank that has
+            one of its nodes, and is called by its label.
+        down: from every node to its cluster.
+        up: from every cluster to its nodes.
+    """
+
+    graph: ShardGraph
+    down: ShardGraph
+    up: ShardGraph
+
+    def coarse(self, x: Any, reduce: str = "mean") -> Any:
+        """(n_clusters, …) mean, sum or maximum of the nodes of every cluster.
+
+        Communication: one exchange, forward and backward.
+        """
+        return aggregate(x, self.down, reduce)
+
+    def fine(self, x: Any) -> Any:
+        """(n_nodes, …) the row of every node's cluster.
+
+        Communication: one exchange, forward and backward.
+        """
+        return aggregate(x, self.up, "sum")
+
+
+def cluster(graph: ShardGraph, size: int) -> ShardTensor:
+    """(n_nodes,) int64 labels of clusters of about so many nodes, by METIS on the whole graph.
+
+    The first rank cuts the graph as the source numbers it, so labels do not depend on the ranks.
+    Do it once, and keep the labels.
+
+    Communication: one gather of objects, two all-to-all.
+    """
+    from meshshard.graph import Graph
+    from meshshard.partitioners import Metis
+
+    domain, nodes = graph.domain, graph.nodes
+    rows = nodes.sources(domain.device)
+    edges = torch.stack([graph.origins[graph.indices], rows[graph.destinations]], 1)
+    every = domain.gather(edges, graph.edges.sizes)
+    places = domain.gather(rows, nodes.sizes)
+    labels = rows[:0]
+    if domain.rank == 0:
+        both = torch.unique(torch.cat([every, every.flip(1)]), dim=0)
+        both = both[both[:, 0] != both[:, 1]]
+        indptr = starts(torch.bincount(both[:, 0], minlength=nodes.total))
+        whole = Graph(indptr.cpu().numpy(), both[:, 1].cpu().numpy(), symmetric=True)
+        parts = max(1, round(nodes.total / size))
+        labels = torch.from_numpy(Metis()(whole, parts)).to(places)[places]
+    return ShardTensor.from_local(domain.scatter(labels, nodes.sizes), nodes)
+
+
+def coarsen(graph: ShardGraph, labels: Any) -> Level:
+    """The level of clusters that labels make.
+
+    Args:
+        graph: whose nodes are clustered, not bipartite.
+        labels: (n_nodes,) int64 from 0 without gaps, divided as the nodes; plain on one rank.
+
+    Raises:
+        DomainError: on every rank, where a number between is no label.
+
+    Communication: one all-reduce of a number for each cluster, three all-to-all of edges, the
+    making of three graphs.
+    """
+    domain, nodes = graph.domain, graph.nodes
+    own = labels.to_local() if type(labels) is ShardTensor else labels
+    clusters, number = _numbered(domain, own)
+    seen = domain.exchange(own, graph.exchange)
+    pairs = torch.stack([seen[graph.indices], own[graph.destinations]], 1)
+    pairs = torch.unique(pairs[pairs[:, 0] != pairs[:, 1]], dim=0)
+    between = _arrived(pairs, clusters, number)
+    between = torch.unique(between, dim=0)
+    coarse = _made(between, number[between[:, 0]], clusters, clusters, number)
+    rows = torch.stack([nodes.sources(domain.device), own], 1)
+    ids = torch.arange(nodes.own, device=domain.device) + nodes.first
+    members = _arrived(torch.cat([rows, ids[:, None]], 1), clusters, number)
+    down = _made(members, members[:, 2], clusters, nodes, number)
+    one = torch.arange(nodes.own + 1, device=domain.device)
+    up = ShardGraph.from_ids(number[own], one, nodes, clusters, rows[:, 0])
+    return Level(coarse, down, up)
+
+
+def _numbered(domain: Domain, labels: Tensor) -> tuple[Sharding, Tensor]:
+    """How clusters are divided, and the id of every label."""
+    most = torch.zeros(1, dtype=torch.int64, device=domain.device)
+    if len(labels):
+        most[0] = labels.max() + 1
+    total = int(domain.all_reduce(most, "max"))
+    here = torch.zeros(total, dtype=torch.int64, device=domain.device)
+    here[labels] = domain.size - domain.rank
+    owner = domain.size - domain.all_reduce(here, "max")
+    domain.together(lambda: _without_gaps(owner, domain.size), "coarsen")
+    order = torch.argsort(owner, stable=True)
+    sizes = torch.bincount(owner, minlength=domain.size).tolist()
+    clusters = Sharding(domain, sizes)
+    clusters.origin = order[clusters.first : clusters.first + clusters.own]
+    number = torch.empty_like(order)
+    number[order] = torch.arange(total, device=domain.device)
+    return clusters, number
+
+
+def _without_gaps(owner: Tensor, size: int) -> None:
+    gaps = torch.nonzero(owner == size)
+    if len(gaps):
+        raise MeshshardError(f"no node has label {int(gaps[0])}: number the clusters without gaps")
+
+
+def _arrived(rows: Tensor, clusters: Sharding, number: Tensor) -> Tensor:
+    """Rows whose second number is a label, at the rank that has the cluster."""
+    ends = torch.tensor(clusters.sizes, device=rows.device).cumsum(0)
+    owner = torch.searchsorted(ends, number[rows[:, 1]], right=True)
+    order = torch.argsort(owner, stable=True)
+    send = torch.bincount(owner, minlength=len(clusters.sizes)).tolist()
+    return clusters.domain.route(rows[order], send)[0]
+
+
+def _made(
+    edges: Tensor, ids: Tensor, clusters: Sharding, sources: Sharding, number: Tensor
+) -> ShardGraph:
+    """The graph of (name of the source, label of the cluster, …) rows, by cluster, then name."""
+    to = number[edges[:, 1]] - clusters.first
+    order = torch.argsort(edges[:, 0], stable=True)
+    order = order[torch.argsort(to[order], stable=True)]
+    indptr = starts(torch.bincount(to, minlength=clusters.own))
+    names = ((edges[:, 1] << 32) + edges[:, 0])[order]
+    return ShardGraph.from_ids(ids[order], indptr, clusters, sources, names)
