@@ -240,9 +240,12 @@ class Block(nn.Module):
 
     def layer(self, noise: Noise | None, context: Tensor | None) -> Layer:
         """It as pure functions of rows."""
-        ends = [self.ln_2, self.mlp] + ([self.ln_3, self.mlp2] if self.last else [])
-        tensors = tuple(p for module in ends for p in module.parameters())
-        return self.Attn.layer(noise, context, self.ln_1, Piece(_after, tensors))
+        inner: list[nn.Module] = [self.ln_2, self.mlp.linear_pre]
+        inner += [self.mlp.linear_post, self.ln_3] if self.last else []
+        tensors = tuple(p for module in inner for p in module.parameters())
+        last = self.mlp2 if self.last else self.mlp.linear_post
+        end = Piece(F.linear, tuple(last.parameters()))
+        return self.Attn.layer(noise, context, self.ln_1, Piece(_after, tensors), end)
 
     def _by_modules(self, x: Tensor, context: Tensor | None) -> Tensor:
         x = x + self.Attn(self.ln_1(x), context)
@@ -255,16 +258,16 @@ def _first(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add: Tenso
     return _mlp(x, w1, b1, w2, b2) + add
 
 
-def _after(x: Tensor, answer: Tensor, *given: Tensor) -> Tensor:
-    """The rest of a block on the same row, given what its attention answers."""
+def _after(x: Tensor, answer: Tensor, *given: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The rest of a block but for its last linear layer, given what its attention answers."""
+    norm, bias, w, b = given[:4]
     width = x.shape[-1:]
-    norm, bias, *mlp = given[:6]
     h = x + answer
-    h = h + _mlp(F.layer_norm(h, width, norm, bias), *mlp)
-    if len(given) == 6:
-        return h
-    norm, bias, w, b = given[6:]
-    return F.linear(F.layer_norm(h, width, norm, bias), w, b)
+    u = F.gelu(F.linear(F.layer_norm(h, width, norm, bias), w, b))
+    if len(given) == 4:
+        return h, u
+    w, b, norm, bias = given[4:]
+    return None, F.layer_norm(h + F.linear(u, w, b), width, norm, bias)
 
 
 def _mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -21,82 +22,106 @@ class Backward:
         self, layer: Layer, run: Run, x: Tensor, total: Tensor, kept: list[Tensor] | None
     ) -> None:
         self.x, self.run, self.kept, self.tiles = x, run, kept, run.tiles()
+        self.middle = None if kept else torch.empty_like(x)
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in layer.tensors]
         self.layer = layer.on(leaves)
         self.mass = (total[..., -1] + layer.eps)[..., None]
         self.means = means(total, layer.eps, x.dtype).requires_grad_()
         with torch.enable_grad():
             self.answers = self.layer.tokens(self.means)
-        self.sums = [Gradients(piece.tensors) for piece in self.layer.pieces]
+        names = [f.name for f in fields(layer)][:-1]
+        pairs = zip(names, self.layer.pieces, strict=True)
+        self.sums = {name: Gradients(piece.tensors) for name, piece in pairs}
 
     def gradients(self, grad: Tensor) -> Found:
         """Those of the rows and of all tensors."""
-        of_slices, of_tokens, of_out, of_after = self.sums
-        direct, at_values, to_answers = self._from_output(grad, of_out, of_after)
+        direct, at_values, to_answers = self._from_output(grad)
         tensors = self.layer.tokens.tensors
         found = vjp([self.answers], [self.means, *tensors], [to_answers])
-        of_tokens.add(found[1:])
+        self.sums["tokens"].add(found[1:])
         assert found[0] is not None
         to_means = self.run.domain.all_reduce(found[0].to(self.mass.dtype))
         to_sums = to_means / self.mass
         to_mass = -(to_sums * self.means).sum(-1)
-        gx = self._to_input(direct, at_values, (to_sums, to_mass), of_slices)
-        return [gx, *(t for sums in self.sums for t in sums.result())]
+        gx = self._to_input(direct, at_values, to_sums, to_mass)
+        return [gx, *(t for sums in self.sums.values() for t in sums.result())]
 
-    def _from_output(
-        self, grad: Tensor, of_out: Gradients, of_after: Gradients
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
+    def _from_output(self, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """The first pass: gradients of rows on their direct way, of what they collect, answers."""
-        answers, out, after = self.answers.detach(), self.layer.out, self.layer.after
-        weight = out.tensors[0]
-        direct = None if after.function is only_answer else torch.empty_like(self.x)
-        at_values = self.x.new_empty((*self.x.shape[:2], weight.shape[1]))
+        answers, out = self.answers.detach(), self.layer.out
+        alone = self.layer.after.function is only_answer
+        direct = None if alone else torch.empty_like(self.x)
+        at_values = torch.empty_like(self.x)
         to_answers = torch.zeros_like(answers, dtype=self.mass.dtype)
         for i, (_, rows) in enumerate(self.tiles):
             tile, g = self.x[:, rows], grad[:, rows]
-            w = self.kept[i] if self.kept else self.layer.weights(tile, rows)
+            w = self._weights(i, tile, rows)
             gathered = collected(w, answers)
             if direct is not None:
-                leaves = [leaf(tile), leaf(out(gathered))]
-                with torch.enable_grad():
-                    y = after(*leaves)
-                found = vjp([y], [*leaves, *after.tensors], [g])
-                gx, g = (t for t in found[:2] if t is not None)
-                of_after.add(found[2:])
-                direct[:, rows] = gx
-            flat = g.flatten(0, 1)
-            of_out.add([flat.T @ gathered.flatten(0, 1), flat.sum(0)])
-            back = at_values[:, rows] = g @ weight
+                direct[:, rows], g = self._after(tile, out(gathered), g)
+            self.sums["out"].add(_of_linear(g, gathered))
+            back = at_values[:, rows] = g @ out.tensors[0]
             heads = back.view(*back.shape[:2], *answers.shape[1::2]).permute(0, 2, 1, 3)
             to_answers += torch.matmul(w.permute(0, 2, 3, 1), heads)
         return direct, at_values, to_answers
 
+    def _weights(self, i: int, tile: Tensor, rows: slice) -> Tensor:
+        """Those of a tile; what they are made of is kept for the second pass."""
+        if self.kept:
+            return self.kept[i]
+        m = self.layer.made_of(tile)
+        assert self.middle is not None
+        self.middle[:, rows] = m
+        return self.layer.weights(m, rows)
+
+    def _after(self, tile: Tensor, answer: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Back through what follows the attention: gradients of rows and of answers."""
+        leaves, after = [leaf(tile), leaf(answer)], self.layer.after
+        with torch.enable_grad():
+            h, u = after(*leaves)
+        self.sums["end"].add(_of_linear(g, u.detach()))
+        gu = g @ self.layer.end.tensors[0]
+        outs, grads = ([u], [gu]) if h is None else ([u, h], [gu, g])
+        gx, ga, *found = vjp(outs, [*leaves, *after.tensors], grads)
+        self.sums["after"].add(found)
+        assert gx is not None
+        assert ga is not None
+        return gx, ga
+
     def _to_input(
-        self,
-        direct: Tensor | None,
-        at_values: Tensor,
-        to_sums: tuple[Tensor, Tensor],
-        of_slices: Gradients,
+        self, direct: Tensor | None, at_values: Tensor, to_sums: Tensor, to_mass: Tensor
     ) -> Tensor:
         """The second pass: gradients of the rows."""
-        slices, dtype = self.layer.slices, self.x.dtype
-        gS, gd = (g.to(dtype) for g in to_sums)
+        gS, gd = to_sums.to(self.x.dtype), to_mass.to(self.x.dtype)
         both = torch.cat([gS, self.answers.detach()], -1).transpose(-1, -2).flatten(0, 1)
         gd = gd.flatten(0, 1)[:, None]  # (B * H, 1, G) beside (B * H, 2D, G)
         gx = at_values if direct is None else direct
         for _, rows in self.tiles:
-            tile = leaf(self.x[:, rows])
+            x = leaf(self.x[:, rows])
             with torch.enable_grad():
-                w, f, _ = self.layer.sliced(tile, rows)
+                z = self.layer.norm(x)
+                m = self.layer.into(z) if self.middle is None else self.middle[:, rows]
+                ends = [leaf(z), leaf(m)]
+                w, f = self.layer.slices(*ends, rows, True)
             back = at_values[:, rows].reshape(f.shape)
             pairs = torch.cat([f.detach(), back], -1).permute(0, 2, 1, 3).flatten(0, 1)
             gw = torch.baddbmm(gd, pairs, both).view(*gS.shape[:2], *w.shape[1::2]).transpose(1, 2)
             gf = torch.matmul(w.detach().permute(0, 2, 1, 3), gS).permute(0, 2, 1, 3)
-            found = vjp([w, f], [tile, *slices.tensors], [gw, gf])
-            of_slices.add(found[1:])
-            here, own = found[0], None if direct is None else direct[:, rows]
-            assert here is not None
-            gx[:, rows] = here if own is None else here.add_(own)
+            gz, gm, *found = vjp([w, f], [*ends, *self.layer.slices.tensors], [gw, gf])
+            self.sums["slices"].add(found)
+            assert gm is not None
+            here = self._before(x, z, gz, gm)
+            gx[:, rows] = here if direct is None else here + direct[:, rows]
+        return gx
+
+    def _before(self, x: Tensor, z: Tensor, gz: Tensor | None, gm: Tensor) -> Tensor:
+        """Back through what is before the slices: the gradient of rows."""
+        self.sums["into"].add(_of_linear(gm, z.detach()))
+        through = gm @ self.layer.into.tensors[0].detach()
+        gz = through if gz is None else through.add_(gz)
+        gx, *found = vjp([z], [x, *self.layer.norm.tensors], [gz])
+        self.sums["norm"].add(found)
+        assert gx is not None
         return gx
 
 
@@ -128,6 +153,12 @@ def vjp(
     wanted = [t for t in inputs if t.requires_grad]
     found = iter(torch.autograd.grad(outs, wanted, grads, allow_unused=True, **options))
     return [next(found) if t.requires_grad else None for t in inputs]
+
+
+def _of_linear(grad: Tensor, x: Tensor) -> list[Tensor | None]:
+    """Gradients of weight and bias of a linear layer."""
+    flat = grad.flatten(0, 1)
+    return [flat.T @ x.flatten(0, 1), flat.sum(0)]
 
 
 def leaf(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshshard.nn._backward import Backward, Gradients, vjp
-from meshshard.nn._slices import Layer, Piece, Run, Sums, collected, means
+from meshshard.nn._slices import Layer, Piece, Run, Sums, means
 
 __all__ = ["apply", "by_rows", "infer"]
 
@@ -42,8 +42,7 @@ def _ordinary(layer: Layer, run: Run, x: Tensor) -> Tensor:
     answers = layer.tokens(means(sums.total(), layer.eps, x.dtype))
     assert sums.kept is not None
     outs = [
-        layer.after(x[:, rows], layer.out(collected(w, answers)))
-        for (_, rows), w in zip(tiles, sums.kept, strict=True)
+        layer.ended(x[:, rows], w, answers) for (_, rows), w in zip(tiles, sums.kept, strict=True)
     ]
     return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
 
@@ -180,6 +179,7 @@ def _ended(
     rows: slice,
 ) -> Tensor:
     """What a layer makes of one tile, given its weights, or what they are made of, or neither."""
-    made_of = None if middle is None else middle[:, rows]
-    w = kept[i] if kept else layer.weights(tile, rows, made_of)
-    return layer.after(tile, layer.out(collected(w, answers)))  # type: ignore[no-any-return]
+    if kept:
+        return layer.ended(tile, kept[i], answers)
+    m = layer.made_of(tile) if middle is None else middle[:, rows]
+    return layer.ended(tile, layer.weights(m, rows), answers)

@@ -6,7 +6,7 @@ A layer is written as pure functions of rows; rows go tile by tile, and tiles st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "collected",
     "means",
     "only_answer",
+    "same",
     "summed",
     "wide",
 ]
@@ -50,43 +51,67 @@ class Layer:
     """What is to be done with rows x (B, n, C), H heads of width D, G slices.
 
     Attributes:
-        slices: (x, rows, middle, wanted) to weights (B, n, H, G), where wanted values (B, n, H, D),
-            and what the weights are made of, `middle` (B, n, C), which may be given.
+        norm: x to what attention sees of it, z.
+        into: linear, z to what the weights are made of, m.
+        slices: (z, m, rows, wanted) to weights (B, n, H, G) and, where wanted, values (B, n, H, D).
         tokens: (B, H, G, D) means of the values, weighted, to what the slices answer.
-        out: weight and bias of the projection of the answers that a row collects.
-        after: (x, answer) to (B, n, …), what follows on the same row; None for nothing.
+        out: linear, the answers that a row collects to one answer.
+        after: (x, answer) to what is added at the end, or None, and what the end is made of;
+            `only_answer` where nothing follows.
+        end: linear.
         eps: added to the sums of the weights.
     """
 
+    norm: Piece
+    into: Piece
     slices: Piece
     tokens: Piece
     out: Piece
     after: Piece
+    end: Piece
     eps: float
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """All of them, in their order."""
-        return self.slices, self.tokens, self.out, self.after
+        return self.norm, self.into, self.slices, self.tokens, self.out, self.after, self.end
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything besides the rows that a gradient may flow to."""
         return tuple(t for piece in self.pieces for t in piece.tensors)
 
-    def weights(self, x: Tensor, rows: slice, middle: Tensor | None = None) -> Tensor:
-        """Weights (B, n, H, G) alone, of rows or what is made of them."""
-        return self.slices(x, rows, middle, False)[0]  # type: ignore[no-any-return]
+    def made_of(self, x: Tensor) -> Tensor:
+        """What the weights of rows are made of: (B, n, C)."""
+        return self.into(self.norm(x))  # type: ignore[no-any-return]
+
+    def weights(self, m: Tensor, rows: slice) -> Tensor:
+        """Weights (B, n, H, G) alone."""
+        return self.slices(None, m, rows, False)[0]  # type: ignore[no-any-return]
 
     def sliced(self, x: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, values, and what the weights are made of."""
-        return self.slices(x, rows, None, True)  # type: ignore[no-any-return]
+        z = self.norm(x)
+        m = self.into(z)
+        w, f = self.slices(z, m, rows, True)
+        return w, f, m
+
+    def ended(self, x: Tensor, w: Tensor, answers: Tensor) -> Tensor:
+        """Output rows, given their weights and what the slices answer."""
+        answer: Tensor = self.out(collected(w, answers))
+        if self.after.function is only_answer:
+            return answer
+        h, u = self.after(x, answer)
+        y: Tensor = self.end(u)
+        return y if h is None else y + h
 
     def on(self, tensors: Sequence[Tensor]) -> Layer:
         """The same functions with other tensors."""
         left = iter(tensors)
-        a, b, c, d = (replace(p, tensors=tuple(next(left) for _ in p.tensors)) for p in self.pieces)
-        return Layer(a, b, c, d, self.eps)
+        names = [f.name for f in fields(self)][:-1]
+        pairs = zip(names, self.pieces, strict=True)
+        made = {n: replace(p, tensors=tuple(next(left) for _ in p.tensors)) for n, p in pairs}
+        return replace(self, **made)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -161,9 +186,14 @@ def summed(w: Tensor, f: Tensor) -> Tensor:
     return torch.cat([tokens, w.sum(1, dtype=wide(w.dtype))[..., None]], -1)
 
 
-def only_answer(x: Tensor, answer: Tensor) -> Tensor:
+def only_answer(x: Tensor, answer: Tensor) -> tuple[None, Tensor]:
     """What follows an attention that is not part of a block: nothing."""
-    return answer
+    return None, answer
+
+
+def same(x: Tensor) -> Tensor:
+    """No norm."""
+    return x
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.nn._passes import apply
-from meshshard.nn._slices import Layer, Piece, Run, only_answer
+from meshshard.nn._slices import Layer, Piece, Run, only_answer, same
 from meshshard.tensor import Sharding, ShardTensor
 from meshshard.tensor.core import refuse
 from meshshard.tensor.random import numbers
@@ -133,13 +133,23 @@ class SliceAttention(nn.Module):
         context: Tensor | None = None,
         norm: nn.LayerNorm | None = None,
         after: Piece = Piece(only_answer),  # noqa: B008 - frozen
+        end: Piece = Piece(same),  # noqa: B008
     ) -> Layer:
         """It as pure functions of rows, with a norm before and what follows it."""
+        weight: Tensor = self.in_project_x.weight
+        bias: Tensor = self.in_project_x.bias
+        if self.variant != "plus":  # 1 / T is folded into all that the weights are made of
+            T = self._temperature()
+            weight = (weight.view(self.heads, -1) / T).view_as(weight)
+            bias = (bias.view(self.heads, -1) / T).view(-1)
         return Layer(
-            self._slices(noise, norm),
+            _norm_of(norm),
+            Piece(F.linear, (weight, bias)),
+            self._slices(noise),
             self._answers(context),
             Piece(F.linear, tuple(self.to_out.parameters())),
             after,
+            end,
             VARIANTS[self.variant],
         )
 
@@ -147,20 +157,17 @@ class SliceAttention(nn.Module):
         attended = (self.to_q.weight, self.to_k.weight, self.to_v.weight)
         return Piece(_attention, attended if context is None else (*attended, context))
 
-    def _slices(self, noise: Noise | None, norm: nn.LayerNorm | None) -> Piece:
-        before = () if norm is None else (norm.weight, norm.bias)
-        eps = None if norm is None else norm.eps
-        x, s = self.in_project_x, self.in_project_slice
+    def _temperature(self) -> Tensor:
+        T = self.temperature.view(self.heads, 1)
+        return T.clamp(0.5, 5) if self.variant == "physicsnemo" else T
+
+    def _slices(self, noise: Noise | None) -> Piece:
+        s = self.in_project_slice
         if self.variant == "plus":
             temperature = (*self.proj_temperature.parameters(), self.bias.view(-1, 1))
-            given = (x.weight, x.bias, s.weight, s.bias, *temperature)
-            return Piece(_Adaptive(eps, noise), (*before, *given))
-        T = self.temperature.view(self.heads, 1)
-        T = T.clamp(0.5, 5) if self.variant == "physicsnemo" else T
-        weight = (x.weight.view(self.heads, -1) / T).view_as(x.weight)
-        folded = weight, (x.bias.view(self.heads, -1) / T).view(-1), s.weight, s.bias / T
+            return Piece(_Adaptive(noise), (s.weight, s.bias, *temperature))
         values = self.in_project_fx.weight, self.in_project_fx.bias
-        return Piece(_Fixed(eps), (*before, *folded, *values))
+        return Piece(_fixed, (s.weight, s.bias / self._temperature(), *values))
 
 
 class CrossSliceAttention(SliceAttention):
@@ -207,50 +214,43 @@ class CrossSliceAttention(SliceAttention):
         return Piece(_mixed, (*own, *cross, self.state_mixing, context))
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """Weights and values of rows, with 1 / T folded into the parameters of the weights."""
-
-    eps: float | None  # of the norm before, where there is one
-
-    def __call__(
-        self, x: Tensor, rows: slice, middle: Tensor | None, wanted: bool, *given: Tensor
-    ) -> Any:
-        """(B, n, H, G), (B, n, H, D) where wanted, and (B, n, C)."""
-        wx, bx, ws, bs, wf, bf = given[-6:]
-        if middle is None or wanted:
-            x = _normed(x, given, self.eps)
-        if middle is None:
-            middle = F.linear(x, wx, bx)
-        shape = *x.shape[:2], len(bs), ws.shape[1]
-        w = F.linear(middle.view(shape), ws).add_(bs).softmax(-1)
-        return w, F.linear(x, wf, bf).view(shape) if wanted else None, middle
+def _fixed(
+    z: Tensor | None, m: Tensor, rows: slice, wanted: bool, *given: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Weights and, where wanted, values of rows: (B, n, H, G) and (B, n, H, D)."""
+    ws, bs, wf, bf = given
+    shape = *m.shape[:2], len(bs), ws.shape[1]
+    w = F.linear(m.view(shape), ws).add_(bs).softmax(-1)
+    return w, F.linear(z, wf, bf).view(shape) if wanted and z is not None else None
 
 
 @dataclass(frozen=True)
 class _Adaptive:
     """Weights and values of rows, with a temperature for every row and head, and noise."""
 
-    eps: float | None
     noise: Noise | None
 
     def __call__(
-        self, x: Tensor, rows: slice, middle: Tensor | None, wanted: bool, *given: Tensor
-    ) -> Any:
-        """(B, n, H, G), (B, n, H, D), and (B, n, C)."""
-        wx, bx, ws, bs, w0, b0, w2, b2, bias = given[-9:]
-        if middle is None:
-            middle = F.linear(_normed(x, given, self.eps), wx, bx)
-        f = middle.view(*x.shape[:2], len(bias), ws.shape[1])
+        self, z: Tensor | None, m: Tensor, rows: slice, wanted: bool, *given: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(B, n, H, G) and (B, n, H, D)."""
+        ws, bs, w0, b0, w2, b2, bias = given
+        f = m.view(*m.shape[:2], len(bias), ws.shape[1])
         T = F.gelu(F.linear(F.gelu(F.linear(f, w0, b0)), w2, b2)) + bias
         logits = F.linear(f, ws, bs)
         if self.noise is not None:
             logits = logits + self.noise(rows)
-        return (logits / T.clamp(min=0.01)).softmax(-1), f, middle
+        return (logits / T.clamp(min=0.01)).softmax(-1), f
 
 
-def _normed(x: Tensor, given: tuple[Tensor, ...], eps: float | None) -> Tensor:
-    return x if eps is None else F.layer_norm(x, x.shape[-1:], given[0], given[1], eps)
+def _norm_of(norm: nn.LayerNorm | None) -> Piece:
+    return (
+        Piece(same) if norm is None else Piece(partial(_normed, norm.eps), (norm.weight, norm.bias))
+    )
+
+
+def _normed(eps: float, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def _attention(s: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, *context: Tensor) -> Tensor:
