@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import meshshard as ms
@@ -134,7 +137,9 @@ def trained(model, x, context, average, steps=2):
         optimizer.step()
         losses.append(loss.detach())
     whole = x.grad.gather() if isinstance(x, ShardTensor) else x.grad
-    return [torch.stack(losses), whole, *(p.detach().clone() for p in model.parameters())]
+    parameters = [p.detach() for p in model.parameters()]
+    parameters = [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in parameters]
+    return [torch.stack(losses), whole, *parameters]
 
 
 def training_job(sizes, variant, few, wrapper, batched):
@@ -160,6 +165,24 @@ def test_training_equals_serial(ranks, few, variant, size):
     wrapper, batched = ("ddp", False) if size == 3 else ("alone", size == 4)
     job = training_job, SIZES[size], variant, few, wrapper, batched
     assert max(map(max, ranks[size].run(*job))) < TOLERANCE
+
+
+def fsdp_job(sizes, few):
+    """Parameters sharded by FSDP2 over the ranks of the domain, blocks apart."""
+    _slices.FEW = few
+    domain, model = init_domain(), small(tile=16)
+    alone = shard(rows(97, 3), Domain(), (97,)).requires_grad_()
+    want = trained(copy.deepcopy(model), alone, None, lambda: None)
+    mesh = init_device_mesh("cpu", (domain.size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = shard(rows(97, 3), domain, sizes).requires_grad_()
+    return [*map(far, trained(model, x, None, lambda: None), want)]
+
+
+def test_training_with_sharded_parameters(ranks, few):
+    assert max(map(max, ranks[2].run(fsdp_job, SIZES[2], few))) < TOLERANCE
 
 
 def traffic_job(few):
@@ -208,6 +231,14 @@ def test_predictions_have_the_same_bits_on_any_ranks(ranks, folder, dtype):
     for size in (2, 3):
         for got in ranks[size].run(bits_job, folder, dtype):
             assert all(map(np.array_equal, got, want))
+
+
+def test_shards_are_those_of_the_ranks(folder):
+    sharding = ms.load(folder, Domain()).sharding
+    assert sharding.shards == (tuple(ms.store.load(folder).sizes.tolist()),)
+    assert Sharding(Domain(), (7,)).shards == ((7,),)
+    with pytest.raises(MeshshardError, match=r"shards of \(\(2, 4\),\) rows for ranks of \(7,\)"):
+        Sharding(Domain(), (7,), shards=[(2, 4)])
 
 
 # --------------------------------------------------------------------------------- other promises

@@ -16,7 +16,7 @@ from meshshard.errors import MeshshardError
 from meshshard.nn._passes import apply
 from meshshard.nn._slices import Layer, Piece, Run, only_answer, same
 from meshshard.tensor import Sharding, ShardTensor
-from meshshard.tensor.core import refuse
+from meshshard.tensor.core import refuse, wrap
 from meshshard.tensor.random import numbers
 
 __all__ = ["VARIANTS", "CrossSliceAttention", "SliceAttention", "own_rows", "with_rows"]
@@ -292,8 +292,9 @@ def own_rows(x: Tensor, dim: int) -> tuple[Tensor, Sharding]:
 
 
 def with_rows(rows: Tensor, x: Tensor) -> Tensor:
-    """Rows (B, n, …) in the shape and kind of `x`."""
-    out = rows if x.ndim == 3 else rows[0]
-    return (
-        ShardTensor.from_local(out, x.sharding, x.ndim - 2) if isinstance(x, ShardTensor) else out
-    )
+    """Fresh rows (B, n, …) in the shape and kind of `x`.
+
+    Not as a view: FSDP2 would lose its hook on one that is changed in place.
+    """
+    out: Tensor = rows if x.ndim == 3 else torch.ops.aten._unsafe_view(rows, rows.shape[1:])
+    return wrap(out, x.sharding, x.ndim - 2) if isinstance(x, ShardTensor) else out
