@@ -22,7 +22,9 @@ class Backward:
         self, layer: Layer, run: Run, x: Tensor, total: Tensor, kept: list[Tensor] | None
     ) -> None:
         self.x, self.run, self.kept, self.tiles = x, run, kept, run.tiles()
-        self.middle = None if kept else torch.empty_like(x)
+        self.alone = layer.after.function is only_answer
+        # An attention alone has no room for it: there it is made again.
+        self.middle = None if kept or self.alone else torch.empty_like(x)
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in layer.tensors]
         self.layer = layer.on(leaves)
         self.mass = (total[..., -1] + layer.eps)[..., None]
@@ -49,8 +51,7 @@ class Backward:
     def _from_output(self, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """The first pass: gradients of rows on their direct way, of what they collect, answers."""
         answers, out = self.answers.detach(), self.layer.out
-        alone = self.layer.after.function is only_answer
-        direct = None if alone else torch.empty_like(self.x)
+        direct = None if self.alone else torch.empty_like(self.x)
         at_values = torch.empty_like(self.x)
         to_answers = torch.zeros_like(answers, dtype=self.mass.dtype)
         for i, (_, rows) in enumerate(self.tiles):
@@ -70,8 +71,8 @@ class Backward:
         if self.kept:
             return self.kept[i]
         m = self.layer.made_of(tile)
-        assert self.middle is not None
-        self.middle[:, rows] = m
+        if self.middle is not None:
+            self.middle[:, rows] = m
         return self.layer.weights(m, rows)
 
     def _after(self, tile: Tensor, answer: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
