@@ -63,6 +63,7 @@ PLAIN = {
     "SuperGATConv": lambda: pyg.SuperGATConv(C, C // 4, heads=4),
     "AGNNConv": lambda: pyg.AGNNConv(),
     "EGConv": lambda: pyg.EGConv(C, C, num_heads=4),
+    "EGConv several": lambda: pyg.EGConv(C, C, num_heads=4, aggregators=["mean", "max", "std"]),
     "SSGConv": lambda: pyg.SSGConv(C, C, alpha=0.1, K=2),
     "SimpleConv": lambda: pyg.SimpleConv("mean", combine_root="sum"),
     "MixHopConv": lambda: pyg.MixHopConv(C, C, [0, 1, 2]),

@@ -9,10 +9,14 @@ import torch.nn.functional as F  # noqa: N812
 import torch_geometric.nn as pyg
 import torch_geometric.utils as pyg_utils
 from convs import C, farthest, own, sample
+from samples import surface
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from meshshard.comm import Domain, init_domain
 from meshshard.nn import convert
+from meshshard.partitions import partition
+from meshshard.shard import load
 from meshshard.tensor import NoShardRule, ShardTensor
 
 
@@ -238,3 +242,88 @@ def test_an_edge_index_that_is_a_graph_is_refused_by_name():
     assert torch.equal(col.to_local(), x[edges[1][order]])
     assert torch.equal(graph.degree().to_local(), torch.bincount(edges[1], minlength=60))
     assert not hasattr(graph, "unheard_of")
+
+
+SECOND = {
+    "GCNConv": lambda: pyg.GCNConv(C, C),
+    "SAGEConv max": lambda: pyg.SAGEConv(C, C, aggr="max"),
+    "GATv2Conv": lambda: pyg.GATv2Conv(C, C),
+    "EdgeConv max": lambda: pyg.EdgeConv(convs.mlp(2 * C, C), aggr="max"),
+    "TAGConv": lambda: pyg.TAGConv(C, C, 2),
+}
+
+
+def second_job():
+    """Gradients of a loss of derivatives of the output by the nodes."""
+    domain = init_domain()
+    edges, graph, x, _ = sample(domain, directed=True)
+    far = []
+    for make in SECOND.values():
+        torch.manual_seed(1)
+        plain = make().double()
+        ours = convert(copy.deepcopy(plain))
+        for conv, leaf, where in (
+            (plain, x.clone().requires_grad_(), edges),
+            (ours, own(x, graph.nodes), graph),
+        ):
+            out = torch.sin(conv(leaf, where)).sum()
+            (slope,) = torch.autograd.grad(out, leaf, create_graph=True)
+            slope.square().mean().backward()
+        domain.average_gradients(ours)
+        pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+        far += [farthest(p.grad, q.grad) for p, q in pairs]
+    return max(far)
+
+
+def test_second_derivatives(ranks):
+    assert max(ranks[3].run(second_job)) < 1e-12
+
+
+def wrapped_job():
+    """Under DDP, and compiled."""
+    domain = init_domain()
+    edges, graph, x, _ = sample(domain, directed=True)
+    torch.manual_seed(1)
+    plain = pyg.GCN(C, 8, 2, 3).double()
+    ours = convert(copy.deepcopy(plain))
+    plain(x, edges).square().mean().backward()
+    parallel = DistributedDataParallel(ours)
+    parallel(own(x, graph.nodes), graph).square().mean().backward()
+    pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+    far = [farthest(p.grad, q.grad) for p, q in pairs]
+    for make in (lambda: pyg.TAGConv(C, C, 2), lambda: pyg.GATv2Conv(C, C)):
+        conv = convert(make().double())
+        results = []
+        for one in (conv, torch.compile(conv, backend="aot_eager")):
+            rows = own(x, graph.nodes)
+            out = one(rows, graph)
+            out.square().sum().backward()
+            results.append((out.detach().gather(), rows.grad.gather()))
+        far += [farthest(a, b) for a, b in zip(*results, strict=True)]
+    return max(far)
+
+
+def test_under_ddp_and_compiled(ranks):
+    assert max(ranks[2].run(wrapped_job)) < 1e-12
+
+
+def folder_job(folder):
+    """Three layers on the shards of a folder, in the order of the file."""
+    shard = load(folder, init_domain())
+    torch.manual_seed(0)
+    layers = nn.ModuleList([pyg.SAGEConv(3, 16), pyg.GATv2Conv(16, 16), pyg.GCNConv(16, 4)])
+    x = shard["centre"].float()
+    for layer in convert(layers):
+        x = torch.tanh(layer(x, shard.graph))
+    rows = ShardTensor.from_local(shard.sharding.origin, shard.sharding).gather()
+    out = torch.empty(x.shape)
+    out[rows] = x.detach().gather()
+    return out
+
+
+def test_a_folder_of_shards_on_any_number_of_ranks(ranks, tmp_path):
+    path = tmp_path / "surface.shards"
+    partition(surface(30, 28, orphans=0), 4).save(path)
+    one = folder_job(path)
+    for size in (2, 3, 4):
+        assert all(torch.equal(one, out) for out in ranks[size].run(folder_job, path))

@@ -26,6 +26,7 @@ REFUSED = {
         "DynamicEdgeConv", "GravNetConv", "XConv",
     ),
     "it turns the nodes of a graph into one dense matrix": ("MemPooling", "GPSConv", "GMTPooling"),
+    "its edges join nodes and hyperedges: two bipartite layers": ("HypergraphConv",),
     "it has several kinds of nodes": ("HeteroConv", "HGTConv", "HANConv", "HEATConv"),
 }  # fmt: skip
 NORMS = (

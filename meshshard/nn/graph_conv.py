@@ -20,7 +20,7 @@ from meshshard.nn._inside import RUNNING, Inside
 from meshshard.nn._rings import Rings, bipartite, padded, rings_of
 from meshshard.nn._subclass import is_changed, reclass
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
-from meshshard.tensor.core import refuse
+from meshshard.tensor.core import _eagerly, refuse
 
 __all__ = ["adopt"]
 
@@ -147,6 +147,9 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
 def _is_sharded(a: Any) -> bool:
     many = a if isinstance(a, (tuple, list)) else (a,)
     return any(type(b) is ShardTensor for b in many)
+
+
+_eagerly(_run)  # compiled models break their graph here: exchanges and hooks run as they are
 
 
 def _all_sharded(given: dict[str, Any], graph: ShardGraph, name: str) -> None:
