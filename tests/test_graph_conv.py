@@ -383,6 +383,7 @@ def test_what_cannot_be_right_is_refused_by_name():
     for conv, why in [
         (pyg.SAGEConv(C, C, aggr="lstm"), "LSTMAggregation of SAGEConv"),
         (pyg.GCNConv(C, C, flow="target_to_source"), "reverse the edges"),
+        (pyg.SAGEConv(C, C, decomposed_layers=2), "decomposed_layers=2"),
         (nn.Sequential(pyg.TopKPooling(C)), "TopKPooling"),
         (nn.Sequential(pyg.SAGPooling(C)), "SAGPooling"),
     ]:
@@ -400,6 +401,8 @@ def test_what_cannot_be_right_is_refused_by_name():
             conv(x, graph)
     row_by_row = convert(Coupling(lambda x: x.softmax(-1) / x.norm(dim=1, keepdim=True)))
     assert torch.isfinite(row_by_row(x, graph)).all()
+    with pytest.raises(NoShardRule, match="get_attention_loss"):
+        convert(pyg.SuperGATConv(C, C)).get_attention_loss()
     with pytest.raises(NoShardRule, match=r"dropout inside APPNP"):
         convert(pyg.APPNP(2, 0.1, dropout=0.5))(x, graph)
 

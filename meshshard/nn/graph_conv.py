@@ -60,6 +60,9 @@ def _refuse_orders(conv: Any) -> None:
     if conv.flow != "source_to_target":
         why = "an edge lives with its destination: reverse the edges and let it flow forward"
         raise refuse(f"{type(conv).__name__}(flow={conv.flow!r})", (), None, why)
+    if conv.decomposed_layers != 1:
+        what = f"{type(conv).__name__}(decomposed_layers={conv.decomposed_layers})"
+        raise refuse(what, (), None, "it would pass by what refreshes the halo")
     for module in conv.modules():
         kind = type(module).__name__
         if kind in ("LSTMAggregation", "GRUAggregation", "MLPAggregation"):
@@ -103,6 +106,11 @@ def on_shards(cls: type[Any]) -> type[Any]:
             run.within = False
             return out
 
+        def get_attention_loss(self) -> Any:
+            raise refuse(f"{cls.__name__}.get_attention_loss", (), None, "it draws edges at random")
+
+    if not hasattr(cls, "get_attention_loss"):
+        del OnShards.get_attention_loss
     return OnShards
 
 
@@ -190,6 +198,9 @@ def _pair(name: str, pair: Any, rings: Rings, conv: str) -> Any:
 def _kind(name: str, a: Tensor, graph: ShardGraph, conv: str) -> str:
     """What the rows of an argument are; where numbers do not tell, its name does."""
     on_edges = "edge" in name or name in ("pseudo", "norm")
+    mine = a.sharding if type(a) is ShardTensor else None
+    if mine is graph.edges or mine is graph.nodes is graph.sources:
+        return "edges" if mine is graph.edges else "rows"
     shardings = {"edges": graph.edges, "rows": graph.sources, "nodes": graph.nodes}
     order = ["edges", "rows", "nodes"] if on_edges else ["rows", "nodes", "edges"]
     for kind in order:
