@@ -8,7 +8,7 @@ from convs import C, divided, farthest, grid, own, serial
 
 from meshshard.comm import DomainError, init_domain
 from meshshard.models import MultiScaleGraphNet
-from meshshard.nn import cluster, coarsen
+from meshshard.nn import cluster, cluster_around, coarsen, farthest_points
 from meshshard.tensor import ShardGraph, ShardTensor
 
 N = 120
@@ -85,6 +85,26 @@ def model_job():
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_model_of_several_levels(ranks, size):
     assert max(ranks[size].run(model_job)) < 1e-9
+
+
+def points_job():
+    """Clusters around farthest points."""
+    domain = init_domain()
+    renumbered, nodes, origin = divided(grid(12, 10), N, domain, metis=True)
+    edges = torch.from_numpy(grid(12, 10))
+    graph, whole = ShardGraph.from_edge_index(renumbered, nodes), serial(edges, N)
+    pos = torch.rand(N, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    labels = []
+    for rows, at in ((pos, whole), (pos[origin], graph)):
+        mine = own(rows, at.nodes)
+        found = cluster_around(mine, farthest_points(mine, 9))
+        assert coarsen(at, found).graph.nodes.total == 9
+        labels.append(in_order(found, at.nodes))
+    return torch.equal(*labels)
+
+
+def test_clusters_around_points(ranks):
+    assert all(ranks[3].run(points_job))
 
 
 def test_labels_with_gaps_are_refused():

@@ -6,7 +6,7 @@ They take ShardTensors, or plain tensors, and give back the same kind. Each says
 from meshshard.nn.aggregate import aggregate
 from meshshard.nn.attention import Bottleneck
 from meshshard.nn.checks import Consistency, ConvCheck, check_consistency, check_conv
-from meshshard.nn.coarsen import Level, cluster, coarsen
+from meshshard.nn.coarsen import Level, cluster, cluster_around, coarsen
 from meshshard.nn.convert import convert
 from meshshard.nn.deep import Deepened
 from meshshard.nn.grid import Box, grid_from_points, points_from_grid
@@ -42,6 +42,7 @@ __all__ = [
     "check_consistency",
     "check_conv",
     "cluster",
+    "cluster_around",
     "coarsen",
     "convert",
     "edge_vectors",

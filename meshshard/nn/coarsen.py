@@ -18,7 +18,7 @@ from meshshard.nn._sparse import starts
 from meshshard.nn.aggregate import aggregate
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 
-__all__ = ["Level", "cluster", "coarsen"]
+__all__ = ["Level", "cluster", "cluster_around", "coarsen"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +76,25 @@ def cluster(graph: ShardGraph, size: int) -> ShardTensor:
         parts = max(1, round(nodes.total / size))
         labels = torch.from_numpy(Metis()(whole, parts)).to(places)[places]
     return ShardTensor.from_local(domain.scatter(labels, nodes.sizes), nodes)
+
+
+def cluster_around(pos: Any, rows: Tensor) -> Any:
+    """(n_nodes,) int64 labels: which of some chosen points is nearest.
+
+    Args:
+        pos: (n_nodes, dims) positions, sharded or plain.
+        rows: (n_clusters,) rows of the chosen points, replicated: those of
+            `farthest_points` for example; no two at one place.
+
+    Communication: one all-reduce of the chosen points.
+    """
+    from scipy.spatial import cKDTree
+
+    own = pos.to_local() if type(pos) is ShardTensor else pos
+    chosen = pos.detach()[rows]
+    _, nearest = cKDTree(chosen.double().cpu().numpy()).query(own.detach().double().cpu().numpy())
+    labels = torch.from_numpy(nearest.astype("int64")).to(own.device)
+    return ShardTensor.from_local(labels, pos.sharding) if type(pos) is ShardTensor else labels
 
 
 def coarsen(graph: ShardGraph, labels: Any) -> Level:
