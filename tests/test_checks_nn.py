@@ -79,3 +79,17 @@ def test_a_thread_that_fails_ends_all():
     draws = simulate(3, lambda domain: domain.draw())
     assert len(set(draws)) == 1
     assert isinstance(Domain().draw(), int)
+
+
+@pytest.mark.parametrize("kind", ["GCN", "GATv2", "MeshGraphNet"])
+def test_many_simulated_ranks(kind):
+    edges = torch.from_numpy(grid(16, 14))
+    x = torch.randn(224, C, generator=torch.Generator().manual_seed(0))
+    data = {"x": x, "edge_index": edges, "y": torch.sin(x[:, :3])}
+    if kind == "MeshGraphNet":
+        data["edge_attr"] = x[edges[0], :4]
+        model = MeshGraphNet(C, 4, 3, 8, 2)
+    else:
+        model = convert(pyg.GCN(C, 8, 2, 3) if kind == "GCN" else pyg.GAT(C, 8, 2, 3, v2=True))
+    report = check_consistency(model, data, (8, 20), steps=1)
+    assert report.exact, str(report)
