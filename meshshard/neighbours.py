@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,11 +93,17 @@ class Cloud:
         found = np.full((m, k), -1, np.int32 if n < 2**31 else np.int64)
         reach = np.full(m, np.inf)
         if n and k:
-            for rows in _blocks(self._order if own else morton_order(places[:, :3])):
-                itself = rows if own else None
+            sequence = self._order if own else morton_order(places[:, :3])
+            jobs = [(rows, own) for rows in _blocks(sequence)]
+            jobs += [(rows, False) for rows in _blocks(self._crowd)] if own else []
+
+            def _one(job: tuple[Array, bool]) -> None:
+                rows, in_tree = job
+                itself = rows if in_tree else None
                 found[rows], reach[rows] = self._nearest(places[rows], k, within, itself)
-            for rows in _blocks(self._crowd) if own else []:  # not in the tree themselves
-                found[rows], reach[rows] = self._nearest(places[rows], k, within, None)
+
+            with ThreadPoolExecutor(self._workers) as threads:
+                list(threads.map(_one, jobs))
         return found, reach
 
     def count(self, within: float, places: Array | None = None) -> Array:
@@ -126,9 +133,7 @@ class Cloud:
         Where distances are too close to tell, exact ones decide.
         """
         asked = min(k + 1 + (itself is not None), len(self._order))
-        answer: Any = self._tree.query(
-            places, asked, distance_upper_bound=widened(within), workers=self._workers
-        )
+        answer: Any = self._tree.query(places, asked, distance_upper_bound=widened(within))
         distance, found = (a.reshape(-1, asked) for a in answer)
         nothing = found == len(self._order)
         to = self._order[np.where(nothing, 0, found)] if nothing.any() else self._order[found]
