@@ -171,9 +171,10 @@ def trained(case: Case, choose: Callable[[Case, Sample, torch.Generator], Tensor
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     first = case.learn[0]
-    model = ms.models.Transolver(first.x.shape[1], first.y.shape[1], hidden=64, layers=4, heads=4)
-    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=case.steps)
+    widths = first.x.shape[1], first.y.shape[1]
+    model = ms.models.Transolver(*widths, hidden=64, layers=4, heads=4, slices=32)
+    optimizer = torch.optim.AdamW(model.parameters(), 4e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=case.steps)
     for _, sample in zip(range(case.steps), itertools.cycle(case.learn), strict=False):
         rows = choose(case, sample, generator)
         loss = (model(sample.x[rows]) - sample.y[rows]).square().mean()
