@@ -42,7 +42,7 @@ class TransolverOptions:
 class Transolver(nn.Module):
     """Rows of inputs to rows of outputs, each attending to all others through slices.
 
-    Blocks run in tiles and keep only their input for the gradient; second derivatives, up to 1,000
+    Blocks run in tiles and keep only their input for the gradient; second derivatives, up to 4,096
     rows a rank, and blocks whose modules were replaced or carry hooks run as ordinary operations.
 
     Source: Wu et al., Transolver (2402.02366), names of parameters and maths of its published code;

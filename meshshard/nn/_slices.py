@@ -31,7 +31,7 @@ __all__ = [
     "wide",
 ]
 
-FEW = 1000  # rows of the largest rank below which tiles do not pay (measured: benchmarks/slices.py)
+FEW = 4096  # rows of the largest rank up to which tiles do not pay: benchmarks/slices.py, step
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class SliceAttention(nn.Module):
         heads: H, a divisor of C.
         slices: G.
         variant: "v1", "plus" or "physicsnemo".
-        tile: rows of a tile; 0 for ordinary operations always. Up to 1,000 rows a rank, and under
+        tile: rows of a tile; 0 for ordinary operations always. Up to 4,096 rows a rank, and under
             autocast, there are no tiles.
         keep_weights: keep the weights (n, H, G) from one pass to the next: faster, more memory.
         deterministic: sum slices shard by shard in the order of the shards: the same bits on any
