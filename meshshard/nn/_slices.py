@@ -135,9 +135,8 @@ class Run:
     @classmethod
     def of(cls, sharding: Sharding, tile: int, keep: bool, ordered: bool) -> Run:
         """For rows so divided; ordinary operations where they are few, alike on every rank."""
-        tiled = max(sharding.sizes) > FEW and not torch.is_autocast_enabled(
-            sharding.domain.device.type
-        )
+        most = sharding.total if ordered else max(sharding.sizes)  # in order: alike on any ranks
+        tiled = most > FEW and not torch.is_autocast_enabled(sharding.domain.device.type)
         counts = tuple(map(len, sharding.shards)) if ordered else None
         shards = sharding.shards[sharding.domain.rank] if ordered else (sharding.own,)
         return cls(sharding.domain, shards, counts, tile if tiled else 0, keep)
