@@ -60,10 +60,7 @@ class Ranks:
         Raises:
             AssertionError: with the traceback of the first rank that raised.
         """
-        if not self.processes:
-            self.start()
-        for pipe in self.pipes:
-            pipe.send((function, args))
+        self._send(function, args)
         results, left = {}, {pipe: rank for rank, pipe in enumerate(self.pipes)}
         while left:
             for pipe in wait(list(left)):
@@ -75,12 +72,18 @@ class Ranks:
                 results[rank] = value
         return [results[rank] for rank in range(self.size)]
 
-    def failures(self, function, *args):
-        """The last line of what every rank raised, None where it did not; the pool ends."""
+    def _send(self, function, args):
+        """Give all ranks a job; new ones, where an earlier test has left a dead one."""
+        if not all(process.is_alive() for process in self.processes):
+            self.stop()
         if not self.processes:
             self.start()
         for pipe in self.pipes:
             pipe.send((function, args))
+
+    def failures(self, function, *args):
+        """The last line of what every rank raised, None where it did not; the pool ends."""
+        self._send(function, args)
         errors = []
         for pipe in self.pipes:
             try:
