@@ -1,7 +1,7 @@
 """All layers against their peers: slices, graphs, neighbours, attention, each in its own process.
 
-    python benchmarks/layers.py                  about half an hour on two quiet cores
-    python benchmarks/layers.py slices graphs    some of them; each has options of its own
+python benchmarks/layers.py                  about half an hour on two quiet cores
+python benchmarks/layers.py slices graphs    some of them; each has options of its own
 """
 
 import argparse

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from meshshard.comm import init_domain
-from meshshard.tensor import NoShardRule, ShardTensor, shard
+from meshshard.tensor import NoShardRule, by_own_rows, shard
 
 TOLERANCE = 1e-12
 GRIDS = {"1x2": (1, 2), "1x4": (1, 4), "2x2": (2, 2)}
@@ -209,17 +209,6 @@ def test_training_equals_serial(ranks, grid, wrapper):
         assert max(errors.values()) <= TOLERANCE, errors
 
 
-class ByRows(nn.Module):
-    """A module that treats rows alone, as it is on own rows."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        return ShardTensor.from_local(self.module(x.to_local()), x.sharding)
-
-
 def tensor_parallel_job():
     """An MLP's weights over one axis, its points over the other."""
     mesh = device_mesh("2x2")[0]
@@ -231,9 +220,12 @@ def tensor_parallel_job():
     x = sample(0, 0, 1000).requires_grad_()
     sx = shard(sample(0, 0, 1000), domain, (137, 863)).requires_grad_()
     for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
-        with mode(), pytest.raises(NoShardRule, match="tensor parallelism takes own rows"):
+        with (
+            mode(),
+            pytest.raises(NoShardRule, match="tensor parallelism takes own rows: by_own_rows"),
+        ):
             parallel(sx)
-    model = ByRows(parallel)
+    model = by_own_rows(parallel)
     optimizers = adamw(twin), adamw(model)
     errors = []
     for _ in range(STEPS):

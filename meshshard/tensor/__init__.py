@@ -24,6 +24,7 @@ from meshshard.tensor import (
 from meshshard.tensor.build import shard
 from meshshard.tensor.core import NoShardRule, Sharding, ShardTensor, shard_rule
 from meshshard.tensor.graph import ShardGraph
+from meshshard.tensor.modules import by_own_rows
 
 __all__ = [
     "FAMILIES",
@@ -31,6 +32,7 @@ __all__ = [
     "ShardGraph",
     "ShardTensor",
     "Sharding",
+    "by_own_rows",
     "shard",
     "shard_rule",
 ]

@@ -27,8 +27,8 @@ from meshshard.tensor.core import (
 __all__ = ["RULES", "followed", "rows_between"]
 
 DTENSOR = (
-    "tensor parallelism takes own rows: "
-    "ShardTensor.from_local(module(x.to_local()), x.sharding) where rows are treated alone"
+    "tensor parallelism takes own rows: by_own_rows(parallelize_module(module, ...)), "
+    "where rows are treated alone"
 )
 MARK = 7919  # a size no other dim has: where it comes out, the sharded dim has gone
 
