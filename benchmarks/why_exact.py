@@ -219,7 +219,7 @@ def surfaces(data: Path) -> Case:
     files = sorted(data.glob("run_*/boundary_*.vtp"))
     samples = [surface(file) for file in files]
     judge = next(s for s in samples if s.name == "boundary_5")
-    return Case([s for s in samples if s is not judge], judge, steps=1500, points=2048)
+    return Case([s for s in samples if s is not judge], judge, steps=1000, points=2048)
 
 
 def surface(file: Path) -> Sample:
@@ -238,7 +238,7 @@ def volumes(data: Path) -> Case:
         raise SystemExit(f"{data} has {len(files)} volumes; --data needs run_N/volume_N.vtu of 2")
     samples = [volume(file) for file in files]
     judge = next(s for s in samples if s.name == "volume_8")
-    return Case([s for s in samples if s is not judge], judge, steps=1500, points=2048)
+    return Case([s for s in samples if s is not judge], judge, steps=1000, points=2048)
 
 
 def volume(file: Path) -> Sample:

@@ -29,7 +29,7 @@ model = make[kind]()
 model = DistributedDataParallel(model) if domain.size > 1 else model
 bodies, losses = [body(run) for run in (1, 2, 4, 6, 8, 10, 11)], []
 optimizer = torch.optim.AdamW(model.parameters())
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)
 for step in range(steps):
     _, inputs, truth = bodies[step % len(bodies)]
     loss = (model(*inputs) - truth).square().mean()  # a global mean, alike on every rank

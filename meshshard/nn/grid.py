@@ -68,7 +68,7 @@ def points_from_grid(grid: Tensor, pos: Any, box: Box) -> Any:
     """Values of a grid at points, multilinear between its nodes (F.grid_sample, corners aligned).
 
     Args:
-        grid: (*box.shape, channels), plain: replicated.
+        grid: (nodes of the box …, channels), plain: replicated.
         pos: (n, dims) coordinates, sharded by rows or plain.
         box: where the grid lies.
 
@@ -98,7 +98,7 @@ def grid_from_points(x: Any, pos: Any, box: Box, mean: bool = True) -> Tensor:
         mean: whether the sum at a node is divided by that of its weights; 0 where no point is near.
 
     Returns:
-        (*box.shape, channels), replicated.
+        (nodes of the box …, channels), replicated.
 
     Communication: one all-reduce of the grid and its weights, forward and backward.
     """
