@@ -9,11 +9,12 @@ import torch_geometric.nn as pyg
 from convs import divided, farthest, grid, own, sample
 from torch import nn
 
-from meshshard.comm import init_domain
+from meshshard.comm import Domain, init_domain
 from meshshard.comm.domain import counted
+from meshshard.errors import MeshshardError
 from meshshard.models import MeshGraphNet
 from meshshard.nn import Deepened, convert
-from meshshard.tensor import NoShardRule, ShardGraph, ShardTensor
+from meshshard.tensor import NoShardRule, ShardGraph, Sharding, ShardTensor
 
 NODE, WIDTH = convs.CHANNELS, 8
 
@@ -184,3 +185,17 @@ def test_one_exchange_for_several_layers(ranks, size, name):
 def test_layers_that_couple_rows_are_not_deepened():
     with pytest.raises(NoShardRule, match="BatchNorm in Deepened"):
         Deepened(convert(pyg.GCN(4, 4, 2, norm="BatchNorm")), 2)
+
+
+def test_edges_of_another_order_are_refused():
+    nodes = Sharding(Domain(), [9])
+    edges = torch.randint(0, 9, (2, 20), generator=torch.Generator().manual_seed(0))
+    graph = ShardGraph.from_edge_index(edges, nodes)
+    x = ShardTensor.from_local(torch.randn(9, 2), nodes)
+    model = MeshGraphNet(2, 3, 1, hidden=4, layers=1)
+    with pytest.raises(MeshshardError, match=r"edges .* plain, are not divided .* graph.take"):
+        model(x, graph, torch.randn(20, 3))
+    with pytest.raises(MeshshardError, match=r"nodes .* are not divided as the graph's"):
+        model(x[:5], graph, graph.take(torch.randn(20, 3)))
+    with pytest.raises(MeshshardError, match=r"rows .* are not divided as the graph's sources"):
+        graph.local(x[:5])

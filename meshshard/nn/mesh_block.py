@@ -15,8 +15,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from meshshard.comm import linear
+from meshshard.errors import MeshshardError
 from meshshard.nn._sparse import Ends
-from meshshard.tensor import ShardGraph, ShardTensor
+from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 
 __all__ = ["MeshBlock", "mlp"]
 
@@ -64,8 +65,14 @@ class MeshBlock(nn.Module):
 
         Returns:
             The same two, new.
+
+        Raises:
+            MeshshardError: on every rank, where nodes or edges are divided otherwise.
         """
         sharded = type(x) is ShardTensor
+        if sharded:
+            _agree(x, graph.nodes, "nodes")
+            _agree(e, graph.edges, "edges")
         rows, own = (x.to_local(), e.to_local()) if sharded else (x, e)
         new_edges = own + self.edges[1:](self._first(rows, graph, own))
         arrived = linear.apply(Ends.of(graph).arriving, new_edges)
@@ -86,6 +93,16 @@ class MeshBlock(nn.Module):
         out = F.linear(e, edge, first.bias)
         joined: Tensor = _Joined.apply(out, running.finish(), at, Ends.of(graph))  # type: ignore[no-untyped-call]
         return joined
+
+
+def _agree(x: Any, wanted: Sharding, what: str) -> None:
+    """The same on every rank, for no rank may go on alone."""
+    if type(x) is not ShardTensor or x.sharding != wanted:
+        kind = f"in {x.sharding}" if type(x) is ShardTensor else "plain"
+        raise MeshshardError(
+            f"MeshBlock: {what} {tuple(x.shape)}, {kind}, are not divided as the graph's: "
+            f"{wanted}; of a whole edge_attr graph.take(edge_attr) makes own rows"
+        )
 
 
 class _Joined(torch.autograd.Function):

@@ -168,8 +168,16 @@ class ShardGraph:
     def local(self, x: Any) -> Tensor:
         """Own rows of a sharded tensor, or of a plain one that has them, then halo rows.
 
+        Raises:
+            MeshshardError: on every rank, where a sharded tensor is divided otherwise.
+
         Communication: one exchange, forward and backward.
         """
+        if isinstance(x, ShardTensor) and x.sharding != self.sources:
+            raise MeshshardError(
+                f"rows {tuple(x.shape)} in {x.sharding} are not divided as the graph's sources: "
+                f"{self.sources}; x.redistribute(sizes) divides them so"
+            )
         rows = x.to_local() if isinstance(x, ShardTensor) else x
         return self.domain.exchange(rows, self.exchange)
 
