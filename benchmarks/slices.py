@@ -222,7 +222,7 @@ def million(rows: int) -> Tables:
     """A whole model on a million rows: ours alone."""
     with environment(**TRIM):
         kb = on_ranks(1, peak, "model", next(iter(SIZES)), MILLION, "forward", "ours")[0]
-    row = limited("predict, 1 M rows", kb * MILLION / 1e6, 1_100, "MB")
+    row = limited("predict, 1 M rows", kb * MILLION / 1e3, 1_100, "MB")
     yield f"inference, {LAYERS} layers, {MILLION:,} rows", [row]
 
 
