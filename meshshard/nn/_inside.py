@@ -101,7 +101,7 @@ class Inside(TorchFunctionMode):
             if kind == "rows":
                 return rings.origins, dim
             if kind == "nodes":
-                return padded(_origins(rings.graph.nodes), rings.n_to), dim
+                return padded(rings.graph.nodes.sources(rings.graph.device), rings.n_to), dim
             if kind == "edges":
                 same = self.edge_index is rings.edge_index
                 return rings.names if same else self._pairs(), dim
@@ -117,15 +117,9 @@ class Inside(TorchFunctionMode):
         graph, (source, to) = self.rings.graph, self.edge_index
         places = self.rings.origins
         if self.rings.n_to != self.rings.n_rows:
-            places = padded(_origins(graph.nodes), self.rings.n_to)
+            places = padded(graph.nodes.sources(graph.device), self.rings.n_to)
         names: Tensor = (places[to] << 32) + self.rings.origins[source]
         return names
-
-
-def _origins(sharding: Sharding) -> Tensor:
-    if sharding.origin is not None:
-        return sharding.origin
-    return torch.arange(sharding.own, device=sharding.domain.device) + sharding.first
 
 
 def _dropout(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -92,6 +92,7 @@ def coupled(cls: type[Any]) -> type[Any]:
 
     class Coupled(cls):  # type: ignore[misc]
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            """The class's own, of own rows as a sharded tensor."""
             run = RUNNING.get()
             norm: Callable[..., Any] = super().forward
             if run is None or type(x) is ShardTensor:

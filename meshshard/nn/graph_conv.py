@@ -84,11 +84,13 @@ def on_shards(cls: type[Any]) -> type[Any]:
 
     class OnShards(cls):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
+            """On a ShardGraph the way of this module, else the class's own."""
             if not any(isinstance(a, ShardGraph) for a in (*args, *kwargs.values())):
                 return super().forward(*args, **kwargs)
             return _run(self, super().forward, args, kwargs)
 
         def propagate(self, edge_index: Any, size: Any = None, **given: Any) -> Any:
+            """The class's own, on halo rows that are up to date."""
             run = RUNNING.get()
             if run is None:
                 return super().propagate(edge_index, size=size, **given)
@@ -98,6 +100,7 @@ def on_shards(cls: type[Any]) -> type[Any]:
             return out
 
         def edge_updater(self, edge_index: Any, size: Any = None, **given: Any) -> Any:
+            """The same of edges."""
             run = RUNNING.get()
             if run is None:
                 return super().edge_updater(edge_index, size=size, **given)
@@ -107,6 +110,7 @@ def on_shards(cls: type[Any]) -> type[Any]:
             return out
 
         def get_attention_loss(self) -> Any:
+            """Refused."""
             raise refuse(f"{cls.__name__}.get_attention_loss", (), None, "it draws edges at random")
 
     if not hasattr(cls, "get_attention_loss"):
@@ -121,6 +125,7 @@ def led(cls: type[Any]) -> type[Any]:
         def forward(
             self, x: Tensor, index: Any = None, ptr: Any = None, dim_size: Any = None, dim: int = -2
         ) -> Tensor:
+            """The class's own, behind a row that is dropped again."""
             x = x.movedim(dim, 0)
             index = torch.cat([index.new_zeros(1), index + 1])
             first = torch.cat([torch.zeros_like(x[:1]), x]).movedim(0, dim)

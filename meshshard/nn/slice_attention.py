@@ -114,18 +114,16 @@ class SliceAttention(nn.Module):
         """One draw of Gumbel noise for the weights, made where it is needed; None in evaluation."""
         if self.variant != "plus" or not self.training:
             return None
-        seed, ids = sharding.domain.draw(), sharding.origin
-        if ids is None:
-            ids = torch.arange(sharding.own) + sharding.first
-        keys = ids.to(rows.device).view(1, -1, 1, 1)
+        seed = sharding.domain.draw()
+        keys = sharding.sources(rows.device).view(1, -1, 1, 1)
         shape = len(rows), self.heads, self.slices
         places = torch.arange(math.prod(shape), device=rows.device).view(shape)[:, None]
 
-        def noise(at: slice) -> Tensor:
+        def _noise(at: slice) -> Tensor:
             u = numbers(seed, keys[:, at], places)
             return -torch.log(-torch.log(u + 1e-8) + 1e-8).to(rows.dtype)
 
-        return noise
+        return _noise
 
     def layer(
         self,

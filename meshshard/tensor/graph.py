@@ -220,18 +220,13 @@ def _graph(
     """Names of rows and edges, and the number of edges everywhere, added."""
     indptr, rows, halo = arrays
     sizes: Sequence[int] = nodes.domain.share(len(rows))
-    origins = nodes.domain.exchange(_origin(sources), plan)
+    place = indptr.device
+    origins = nodes.domain.exchange(sources.sources(place), plan)
     if origin is None:
-        to = torch.repeat_interleave(_origin(nodes), indptr.diff())
+        to = torch.repeat_interleave(nodes.sources(place), indptr.diff())
         origin = to * sources.total + origins[rows]
     edges = Sharding(nodes.domain, sizes, origin)
     return ShardGraph(nodes, sources, edges, indptr, rows, halo, origins, plan)
-
-
-def _origin(sharding: Sharding) -> Tensor:
-    if sharding.origin is not None:
-        return sharding.origin
-    return torch.arange(sharding.own, device=sharding.domain.device) + sharding.first
 
 
 def _starts(counts: Tensor) -> Tensor:

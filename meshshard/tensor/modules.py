@@ -28,7 +28,7 @@ def by_own_rows(module: M) -> M:
     """
     given: list[tuple[Sharding, int] | None] = []
 
-    def rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0]
         if not isinstance(x, ShardTensor):
             given.append(None)
@@ -36,12 +36,12 @@ def by_own_rows(module: M) -> M:
         given.append((x.sharding, x.sharded_dim))
         return (x.to_local(), *args[1:])
 
-    def sharded(_: nn.Module, args: Any, out: Any) -> Any:
+    def _sharded(_: nn.Module, args: Any, out: Any) -> Any:
         kept = given.pop()
         if kept is None or out is None:  # None: the module has raised
             return out
         return ShardTensor.from_local(out, *kept)
 
-    module.register_forward_pre_hook(rows, prepend=True)
-    module.register_forward_hook(sharded, always_call=True)
+    module.register_forward_pre_hook(_rows, prepend=True)
+    module.register_forward_hook(_sharded, always_call=True)
     return module

@@ -151,7 +151,7 @@ def _backward(
     else:
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
 
-    def add(start: int, rows: Tensor) -> None:
+    def _add(start: int, rows: Tensor) -> None:
         for into, more in zip((dk, dv), keys.split(rows), strict=True):
             into[:, :, start : start + len(rows)] += more
 
@@ -169,8 +169,8 @@ def _backward(
             for x, at, part in zip(into, (r, c, c), parts, strict=True):
                 x[at] += keys.folded(part, x.shape[1])
         if block.rows is not None:
-            keys.ring.give_back(block, grads, add)
-    keys.ring.finish(add)
+            keys.ring.give_back(block, grads, _add)
+    keys.ring.finish(_add)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
