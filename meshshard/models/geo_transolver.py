@@ -191,4 +191,5 @@ def _sums(
     bs, T = rest
     shape = *x.shape[:2], len(T), ws.shape[1]
     logits = F.linear(F.linear(x, wx, bx).view(shape), ws, bs)
-    return summed((logits / T).softmax(-1), F.linear(x, wf, bf).view(shape))
+    w, f = (logits / T).softmax(-1), F.linear(x, wf, bf).view(shape)
+    return summed(w.transpose(1, 2), f.transpose(1, 2))

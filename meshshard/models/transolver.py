@@ -15,7 +15,8 @@ from meshshard.models._names import from_physicsnemo, sizes_of, to_physicsnemo
 from meshshard.nn import CrossSliceAttention, SliceAttention
 from meshshard.nn._passes import apply, by_rows, infer
 from meshshard.nn._slices import Layer, Piece, Run
-from meshshard.nn.slice_attention import Noise, own_rows, with_rows
+from meshshard.nn.slice_attention import Noise, own_rows, tile_of, with_rows
+from meshshard.tensor import Sharding
 
 __all__ = ["MLP", "Block", "Transolver", "TransolverOptions", "start"]
 
@@ -34,7 +35,7 @@ class TransolverOptions:
     mlp_ratio: float = 2
     context_dim: int = 0
     variant: str = "v1"
-    tile: int = 512
+    tile: int | None = None
     keep_weights: bool = False
     deterministic: bool = False
 
@@ -74,6 +75,7 @@ class Transolver(nn.Module):
         if layers < 1:
             raise MeshshardError(f"a Transolver of {layers} layers; it needs one at least")
         self.in_dim, self.options = in_dim, options
+        self.tile = tile_of(options.tile, heads, slices)
         self.preprocess = MLP(in_dim, 2 * hidden, hidden)
         self.placeholder = nn.Parameter(torch.rand(hidden) / hidden)
         ends = [None] * (layers - 1) + [out_dim]
@@ -111,7 +113,7 @@ class Transolver(nn.Module):
         if not all(map(_as_built, (self.preprocess, *self.blocks))):
             return self._evaluated(x, context)
         rows, sharding = own_rows(x, self.in_dim)
-        run = Run.of(sharding, self.options.tile, False, self.options.deterministic)
+        run = self._run(sharding)
         tokens = self._tokens(context)
         layers = [block.layer(None, tokens) for block in self.blocks]  # type: ignore[operator]
         return with_rows(infer(self._beginning(), layers, run, rows), x)
@@ -179,8 +181,11 @@ class Transolver(nn.Module):
         if not _as_built(self.preprocess):
             return self.preprocess(x) + self.placeholder  # type: ignore[no-any-return]
         rows, sharding = own_rows(x, self.in_dim)
-        run = Run.of(sharding, self.options.tile, False, self.options.deterministic)
+        run = self._run(sharding)
         return with_rows(by_rows(self._beginning(), run, rows), x)
+
+    def _run(self, sharding: Sharding) -> Run:
+        return Run.of(sharding, self.tile, False, self.options.deterministic)
 
     def _beginning(self) -> Piece:
         return Piece(_first, (*self.preprocess.parameters(), self.placeholder))

@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from meshshard.nn._slices import Layer, Run, collected, means, only_answer, wide
+from meshshard.nn._slices import Layer, Run, by_heads, collected, means, only_answer, wide
 
 __all__ = ["Backward", "Gradients", "leaf", "vjp"]
 
@@ -23,8 +23,7 @@ class Backward:
     ) -> None:
         self.x, self.run, self.kept, self.tiles = x, run, kept, run.tiles()
         self.alone = layer.after.function is only_answer
-        # An attention alone has no room for it: there it is made again.
-        self.middle = None if kept or self.alone else torch.empty_like(x)
+        self.middle = None if kept else torch.empty_like(x)
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in layer.tensors]
         self.layer = layer.on(leaves)
         self.mass = (total[..., -1] + layer.eps)[..., None]
@@ -61,18 +60,18 @@ class Backward:
             if direct is not None:
                 direct[:, rows], g = self._after(tile, out(gathered), g)
             self.sums["out"].add(_of_linear(g, gathered))
-            back = at_values[:, rows] = g @ out.tensors[0]
-            heads = back.view(*back.shape[:2], *answers.shape[1::2]).permute(0, 2, 1, 3)
-            to_answers += torch.matmul(w.permute(0, 2, 3, 1), heads)
+            back = at_values[:, rows]
+            for to, one in zip(back, g, strict=True):
+                torch.mm(one, out.tensors[0], out=to)
+            to_answers += torch.matmul(w.transpose(-1, -2), by_heads(back, w.shape[1]))
         return direct, at_values, to_answers
 
     def _weights(self, i: int, tile: Tensor, rows: slice) -> Tensor:
         """Those of a tile; what they are made of is kept for the second pass."""
         if self.kept:
             return self.kept[i]
-        m = self.layer.made_of(tile)
-        if self.middle is not None:
-            self.middle[:, rows] = m
+        assert self.middle is not None
+        m = self.layer.made_of(tile, self.middle[:, rows])
         return self.layer.weights(m, rows)
 
     def _after(self, tile: Tensor, answer: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,10 +103,10 @@ class Backward:
                 m = self.layer.into(z) if self.middle is None else self.middle[:, rows]
                 ends = [leaf(z), leaf(m)]
                 w, f = self.layer.slices(*ends, rows, True)
-            back = at_values[:, rows].reshape(f.shape)
-            pairs = torch.cat([f.detach(), back], -1).permute(0, 2, 1, 3).flatten(0, 1)
-            gw = torch.baddbmm(gd, pairs, both).view(*gS.shape[:2], *w.shape[1::2]).transpose(1, 2)
-            gf = torch.matmul(w.detach().permute(0, 2, 1, 3), gS).permute(0, 2, 1, 3)
+            back = by_heads(at_values[:, rows], w.shape[1])
+            pairs = torch.cat([f.detach(), back], -1).flatten(0, 1)
+            gw = torch.baddbmm(gd, pairs, both).view_as(w)
+            gf = torch.matmul(w.detach(), gS)
             gz, gm, *found = vjp([w, f], [*ends, *self.layer.slices.tensors], [gw, gf])
             self.sums["slices"].add(found)
             assert gm is not None

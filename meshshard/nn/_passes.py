@@ -7,7 +7,7 @@ operations of autograd where that is better: few rows, mixed precision, second d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshshard.nn._backward import Backward, Gradients, vjp
-from meshshard.nn._slices import Layer, Piece, Run, Sums, means
+from meshshard.nn._slices import Layer, Piece, Run, Sums, collected, means
 
 __all__ = ["apply", "by_rows", "infer"]
 
@@ -42,7 +42,8 @@ def _ordinary(layer: Layer, run: Run, x: Tensor) -> Tensor:
     answers = layer.tokens(means(sums.total(), layer.eps, x.dtype))
     assert sums.kept is not None
     outs = [
-        layer.ended(x[:, rows], w, answers) for (_, rows), w in zip(tiles, sums.kept, strict=True)
+        layer.ended(x[:, rows], collected(w, answers))
+        for (_, rows), w in zip(tiles, sums.kept, strict=True)
     ]
     return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
 
@@ -52,15 +53,15 @@ def _forward(layer: Layer, run: Run, x: Tensor, kept: list[Tensor] | None) -> tu
 
     The output's memory first holds what the weights are made of, where these are not kept.
     """
-    sums, out = Sums(run, kept=kept), torch.empty_like(x)
+    sums, middle = Sums(run, kept=kept), torch.empty_like(x)
     for shard, rows in run.tiles():
-        w, f, middle = layer.sliced(x[:, rows], rows)
-        sums.add(shard, w, f)
-        if kept is None:
-            out[:, rows] = middle
+        room = middle[:, rows] if kept is None else None
+        sums.add(shard, *layer.sliced(x[:, rows], rows, room))
     total = sums.total()
-    end = partial(_ended, layer, layer.tokens(means(total, layer.eps, x.dtype)), kept, out)
-    return _pass(end, None, run, x, out)[0], total
+    answers = layer.tokens(means(total, layer.eps, x.dtype))
+    out = middle if layer.width == x.shape[2] else x.new_empty(*x.shape[:2], layer.width)
+    _pass(_End(layer, answers, kept, middle), None, run, x, out)
+    return out, total
 
 
 class _Tiled(torch.autograd.Function):
@@ -140,46 +141,52 @@ def infer(first: Piece, layers: Sequence[Layer], run: Run, x: Tensor) -> Tensor:
 
     Communication: one all-reduce of (B, H, G, D + 1) a layer, or an all-to-all in order.
     """
-    hidden, sums = _pass(lambda tile, i, rows: first(tile), layers[0], run, x)
+    hidden = x.new_empty(*x.shape[:2], layers[0].into.tensors[0].shape[1])
+    sums = _pass(partial(_first, first), layers[0], run, x, hidden)
     for ending, beginning in zip(layers, [*layers[1:], None], strict=True):
         answers = ending.tokens(means(sums.total(), ending.eps, hidden.dtype))
-        end = partial(_ended, ending, answers, sums.kept, None)
-        hidden, sums = _pass(end, beginning, run, hidden, hidden)
+        fits = ending.width == hidden.shape[2]
+        out = hidden if fits else hidden.new_empty(*hidden.shape[:2], ending.width)
+        sums = _pass(_End(ending, answers, sums.kept), beginning, run, hidden, out)
+        hidden = out
     return hidden
 
 
 def _pass(
-    end: Callable[[Tensor, int, slice], Tensor],
+    end: Callable[[Tensor, int, slice, Tensor], Any],
     beginning: Layer | None,
     run: Run,
     x: Tensor,
-    into: Tensor | None = None,
-) -> tuple[Tensor, Sums]:
-    """What `end` makes of all rows, `into` where it fits, and the sums for the next layer."""
+    out: Tensor,
+) -> Sums:
+    """All rows, of which `end` makes what is written to `out`, and the sums for the next layer."""
     sums = Sums(run, kept=[] if run.keep else None)
     for i, (shard, rows) in enumerate(run.tiles()):
-        y = end(x[:, rows], i, rows)
-        if i == 0 and (into is None or into.shape[2:] != y.shape[2:]):
-            into = y.new_empty((*x.shape[:2], *y.shape[2:]))
-        assert into is not None
-        into[:, rows] = y
+        y = out[:, rows]
+        end(x[:, rows], i, rows, y)
         if beginning is not None:
-            sums.add(shard, *beginning.sliced(y, rows)[:2])
-    assert into is not None
-    return into, sums
+            sums.add(shard, *beginning.sliced(y, rows))
+    return sums
 
 
-def _ended(
-    layer: Layer,
-    answers: Tensor,
-    kept: list[Tensor] | None,
-    middle: Tensor | None,
-    tile: Tensor,
-    i: int,
-    rows: slice,
-) -> Tensor:
-    """What a layer makes of one tile, given its weights, or what they are made of, or neither."""
-    if kept:
-        return layer.ended(tile, kept[i], answers)
-    m = layer.made_of(tile) if middle is None else middle[:, rows]
-    return layer.ended(tile, layer.weights(m, rows), answers)
+def _first(first: Piece, tile: Tensor, i: int, rows: slice, room: Tensor) -> None:
+    room.copy_(first(tile))
+
+
+@dataclass(frozen=True)
+class _End:
+    """What a layer makes of tiles, given their weights, or what they are made of, or neither."""
+
+    layer: Layer
+    answers: Tensor
+    kept: list[Tensor] | None
+    middle: Tensor | None = None
+
+    def __call__(self, tile: Tensor, i: int, rows: slice, room: Tensor) -> None:
+        """Output rows of a tile, written to `room`."""
+        if self.kept:
+            gathered = collected(self.kept[i], self.answers)
+        else:
+            m = self.layer.made_of(tile) if self.middle is None else self.middle[:, rows]
+            gathered = self.layer.collected(m, rows, self.answers)
+        self.layer.ended(tile, gathered, room)

@@ -23,7 +23,9 @@ __all__ = [
     "Piece",
     "Run",
     "Sums",
+    "by_heads",
     "collected",
+    "linear",
     "means",
     "only_answer",
     "same",
@@ -53,7 +55,8 @@ class Layer:
     Attributes:
         norm: x to what attention sees of it, z.
         into: linear, z to what the weights are made of, m.
-        slices: (z, m, rows, wanted) to weights (B, n, H, G) and, where wanted, values (B, n, H, D).
+        slices: (z, m, rows, wanted) to weights (B, H, n, G) and, where wanted, values (B, H, n, D);
+            its function's `collected` is (m, rows, answers) to what rows collect, (B, n, C).
         tokens: (B, H, G, D) means of the values, weighted, to what the slices answer.
         out: linear, the answers that a row collects to one answer.
         after: (x, answer) to what is added at the end, or None, and what the end is made of;
@@ -81,29 +84,37 @@ class Layer:
         """Everything besides the rows that a gradient may flow to."""
         return tuple(t for piece in self.pieces for t in piece.tensors)
 
-    def made_of(self, x: Tensor) -> Tensor:
+    @property
+    def width(self) -> int:
+        """Of an output row."""
+        last = self.out if self.after.function is only_answer else self.end
+        return len(last.tensors[0])
+
+    def made_of(self, x: Tensor, room: Tensor | None = None) -> Tensor:
         """What the weights of rows are made of: (B, n, C)."""
-        return self.into(self.norm(x))  # type: ignore[no-any-return]
+        return linear(self.into, self.norm(x), room)
 
     def weights(self, m: Tensor, rows: slice) -> Tensor:
-        """Weights (B, n, H, G) alone."""
+        """Weights (B, H, n, G) alone."""
         return self.slices(None, m, rows, False)[0]  # type: ignore[no-any-return]
 
-    def sliced(self, x: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights, values, and what the weights are made of."""
+    def sliced(self, x: Tensor, rows: slice, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights and values; what the weights are made of is written to `room`."""
         z = self.norm(x)
-        m = self.into(z)
-        w, f = self.slices(z, m, rows, True)
-        return w, f, m
+        return self.slices(z, linear(self.into, z, room), rows, True)  # type: ignore[no-any-return]
 
-    def ended(self, x: Tensor, w: Tensor, answers: Tensor) -> Tensor:
-        """Output rows, given their weights and what the slices answer."""
-        answer: Tensor = self.out(collected(w, answers))
+    def collected(self, m: Tensor, rows: slice, answers: Tensor) -> Tensor:
+        """What rows collect from the slices, (B, n, C), of what their weights are made of."""
+        slices: Any = self.slices
+        return slices.function.collected(m, rows, answers, *slices.tensors)  # type: ignore[no-any-return]
+
+    def ended(self, x: Tensor, gathered: Tensor, room: Tensor | None = None) -> Tensor:
+        """Output rows, given what they collect from the slices; written to `room`."""
         if self.after.function is only_answer:
-            return answer
-        h, u = self.after(x, answer)
-        y: Tensor = self.end(u)
-        return y if h is None else y + h
+            return linear(self.out, gathered, room)
+        h, u = self.after(x, self.out(gathered))
+        y = linear(self.end, u, room)
+        return y if h is None else y + h if room is None else y.add_(h)
 
     def on(self, tensors: Sequence[Tensor]) -> Layer:
         """The same functions with other tensors."""
@@ -168,7 +179,7 @@ class Sums:
     kept: list[Tensor] | None = None
 
     def add(self, shard: int, w: Tensor, f: Tensor) -> None:
-        """One more tile: weights (B, n, H, G), values (B, n, H, D)."""
+        """One more tile: weights (B, H, n, G), values (B, H, n, D)."""
         sums = summed(w, f)
         self.parts[shard] = self.parts[shard] + sums if shard in self.parts else sums
         if self.kept is not None:
@@ -179,10 +190,20 @@ class Sums:
         return self.run.merged([self.parts[k] for k in range(len(self.run.shards))])
 
 
+def linear(piece: Piece, x: Tensor, room: Tensor | None = None) -> Tensor:
+    """A linear piece of rows; written to `room` where there is some, without a gradient."""
+    if room is None:
+        return piece(x)  # type: ignore[no-any-return]
+    weight, bias = piece.tensors
+    for to, rows in zip(room, x, strict=True):
+        torch.addmm(bias, rows, weight.t(), out=to)
+    return room
+
+
 def summed(w: Tensor, f: Tensor) -> Tensor:
     """(B, H, G, D + 1) values in each slice summed over rows, and beside them the weights."""
-    tokens = torch.matmul(w.permute(0, 2, 3, 1), f.permute(0, 2, 1, 3)).to(wide(f.dtype))
-    return torch.cat([tokens, w.sum(1, dtype=wide(w.dtype))[..., None]], -1)
+    tokens = torch.matmul(w.transpose(-1, -2), f).to(wide(f.dtype))
+    return torch.cat([tokens, w.sum(-2, dtype=wide(w.dtype))[..., None]], -1)
 
 
 def only_answer(x: Tensor, answer: Tensor) -> tuple[None, Tensor]:
@@ -205,6 +226,11 @@ def means(total: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return (total[..., :-1] / (total[..., -1:] + eps)).to(dtype)
 
 
+def by_heads(x: Tensor, heads: int) -> Tensor:
+    """Rows (B, n, H * D) as (B, H, n, D)."""
+    return x.view(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
+
+
 def collected(w: Tensor, answers: Tensor) -> Tensor:
     """What each row collects from the slices, heads side by side: (B, n, H * D)."""
-    return torch.matmul(w.transpose(1, 2), answers).transpose(1, 2).flatten(2)
+    return torch.matmul(w, answers).transpose(1, 2).flatten(2)

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.nn._passes import apply
-from meshshard.nn._slices import Layer, Piece, Run, only_answer, same
+from meshshard.nn._slices import Layer, Piece, Run, by_heads, collected, only_answer, same
 from meshshard.tensor import Sharding, ShardTensor
 from meshshard.tensor.core import refuse, wrap
 from meshshard.tensor.random import numbers
 
-__all__ = ["VARIANTS", "CrossSliceAttention", "SliceAttention", "own_rows", "with_rows"]
+__all__ = ["VARIANTS", "CrossSliceAttention", "SliceAttention", "own_rows", "tile_of", "with_rows"]
 
 VARIANTS = {"v1": 1e-5, "plus": 1e-5, "physicsnemo": 1e-2}  # what is added to a slice's weight
+WEIGHTS = 2**18  # of a tile: a megabyte, which stays in the cache; benchmarks/slices.py
 Noise = Callable[[slice], Tensor]
 
 
@@ -41,9 +42,9 @@ class SliceAttention(nn.Module):
         heads: H, a divisor of C.
         slices: G.
         variant: "v1", "plus" or "physicsnemo".
-        tile: rows of a tile; 0 for ordinary operations always. Up to 4,096 rows a rank, and under
-            autocast, there are no tiles.
-        keep_weights: keep the weights (n, H, G) from one pass to the next: faster, more memory.
+        tile: rows of a tile, by default as many as have 2^18 weights; 0 for ordinary operations
+            always. Up to 4,096 rows a rank, and under autocast, there are no tiles.
+        keep_weights: keep the weights (H, n, G) from one pass to the next: faster, more memory.
         deterministic: sum slices shard by shard in the order of the shards: the same bits on any
             number of ranks that hold these shards.
 
@@ -61,7 +62,7 @@ class SliceAttention(nn.Module):
         slices: int = 64,
         *,
         variant: str = "v1",
-        tile: int = 512,
+        tile: int | None = None,
         keep_weights: bool = False,
         deterministic: bool = False,
     ) -> None:
@@ -74,7 +75,8 @@ class SliceAttention(nn.Module):
             )
         width = dim // heads
         self.dim, self.heads, self.slices, self.variant = dim, heads, slices, variant
-        self.tile, self.keep_weights, self.deterministic = tile, keep_weights, deterministic
+        self.tile = tile_of(tile, heads, slices)
+        self.keep_weights, self.deterministic = keep_weights, deterministic
         self.in_project_x = nn.Linear(dim, dim)
         self.in_project_slice = nn.Linear(width, slices)
         nn.init.orthogonal_(self.in_project_slice.weight)
@@ -165,7 +167,7 @@ class SliceAttention(nn.Module):
             temperature = (*self.proj_temperature.parameters(), self.bias.view(-1, 1))
             return Piece(_Adaptive(noise), (s.weight, s.bias, *temperature))
         values = self.in_project_fx.weight, self.in_project_fx.bias
-        return Piece(_fixed, (s.weight, s.bias / self._temperature(), *values))
+        return Piece(_Fixed(), (s.weight, s.bias / self._temperature(), *values))
 
 
 class CrossSliceAttention(SliceAttention):
@@ -191,7 +193,7 @@ class CrossSliceAttention(SliceAttention):
         context_dim: int,
         *,
         variant: str = "v1",
-        tile: int = 512,
+        tile: int | None = None,
         deterministic: bool = False,
     ) -> None:
         super().__init__(
@@ -212,14 +214,32 @@ class CrossSliceAttention(SliceAttention):
         return Piece(_mixed, (*own, *cross, self.state_mixing, context))
 
 
-def _fixed(
-    z: Tensor | None, m: Tensor, rows: slice, wanted: bool, *given: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Weights and, where wanted, values of rows: (B, n, H, G) and (B, n, H, D)."""
-    ws, bs, wf, bf = given
-    shape = *m.shape[:2], len(bs), ws.shape[1]
-    w = F.linear(m.view(shape), ws).add_(bs).softmax(-1)
-    return w, F.linear(z, wf, bf).view(shape) if wanted and z is not None else None
+class _Fixed:
+    """Weights and values of rows, of one temperature for each head."""
+
+    def __call__(
+        self, z: Tensor | None, m: Tensor, rows: slice, wanted: bool, *given: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, H, n, G) and, where wanted, (B, H, n, D)."""
+        ws, bs, wf, bf = given
+        h = by_heads(m, len(bs))
+        bias = bs[:, None].expand(len(m), -1, -1, -1).flatten(0, 1)
+        keys = ws.t().expand(len(bias), -1, -1)
+        logits = torch.baddbmm(bias, h.flatten(0, 1), keys)
+        w = logits.softmax(-1).view(*h.shape[:3], len(ws))
+        return w, by_heads(F.linear(z, wf, bf), len(bs)) if wanted and z is not None else None
+
+    def collected(self, m: Tensor, rows: slice, answers: Tensor, *given: Tensor) -> Tensor:
+        """What rows collect, (B, n, C), without a gradient.
+
+        Rows attend to the slices, whose keys are the weights' linear map: one fused attention.
+        """
+        ws, bs = (t.detach() for t in given[:2])  # else torch would take its slower way
+        q = by_heads(m, len(bs))
+        shape = *q.shape[:3], len(ws)
+        k, bias = ws.expand(*q.shape[:2], -1, -1), bs[:, None].expand(shape)
+        o = F.scaled_dot_product_attention(q, k, answers, attn_mask=bias, scale=1.0)
+        return o.transpose(1, 2).flatten(2)
 
 
 @dataclass(frozen=True)
@@ -231,14 +251,19 @@ class _Adaptive:
     def __call__(
         self, z: Tensor | None, m: Tensor, rows: slice, wanted: bool, *given: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(B, n, H, G) and (B, n, H, D)."""
+        """(B, H, n, G) and (B, H, n, D)."""
         ws, bs, w0, b0, w2, b2, bias = given
         f = m.view(*m.shape[:2], len(bias), ws.shape[1])
         T = F.gelu(F.linear(F.gelu(F.linear(f, w0, b0)), w2, b2)) + bias
         logits = F.linear(f, ws, bs)
         if self.noise is not None:
             logits = logits + self.noise(rows)
-        return (logits / T.clamp(min=0.01)).softmax(-1), f
+        w = (logits / T.clamp(min=0.01)).softmax(-1)
+        return w.transpose(1, 2), f.transpose(1, 2)
+
+    def collected(self, m: Tensor, rows: slice, answers: Tensor, *given: Tensor) -> Tensor:
+        """What rows collect: (B, n, C)."""
+        return collected(self(None, m, rows, False, *given)[0], answers)
 
 
 def _norm_of(norm: nn.LayerNorm | None) -> Piece:
@@ -269,6 +294,11 @@ def _mixed(s: Tensor, *given: Tensor) -> Tensor:
     share = mixing.sigmoid()
     both: Tensor = share * _attention(s, *given[:3]) + (1 - share) * crossed
     return both
+
+
+def tile_of(tile: int | None, heads: int, slices: int) -> int:
+    """Rows of a tile, as given or for so many weights a row."""
+    return max(WEIGHTS // (heads * slices), 1) if tile is None else tile
 
 
 def own_rows(x: Tensor, dim: int) -> tuple[Tensor, Sharding]:
