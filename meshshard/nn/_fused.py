@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn import Parameter
 
 from meshshard.comm import linear
+from meshshard.nn._affine import affine
 from meshshard.nn._sparse import kept, starts
 from meshshard.nn.aggregate import NeighbourSum, aggregate
 from meshshard.tensor import ShardGraph, ShardTensor
@@ -54,21 +56,52 @@ def _reduced(conv: Any, x: Any, graph: ShardGraph) -> Any:
 def _sage(conv: Any, x: Any, target: Any, graph: ShardGraph) -> Any:
     if getattr(conv, "project", False):
         x = conv.lin(x).relu()
-    out = _reduced(conv, x, graph)
+    root = conv.lin_r if conv.root_weight and target is not None else None
+    out = _mixed(conv, (x, target), conv.lin_l, root, graph)
     if out is None:
         return None
-    out = conv.lin_l(out)
-    if conv.root_weight and target is not None:
-        out = out + conv.lin_r(target)
     return F.normalize(out, p=2.0, dim=-1) if conv.normalize else out
 
 
 def _graph(conv: Any, x: Any, target: Any, graph: ShardGraph) -> Any:
+    root = None if target is None else conv.lin_root
+    return _mixed(conv, (x, target), conv.lin_rel, root, graph)
+
+
+def _mixed(conv: Any, pair: tuple[Any, Any], lin: Any, root: Any, graph: ShardGraph) -> Any:
+    """A linear layer of what arrives at a node, and one of its own row."""
+    x, target = pair
+    alone = root is None or root.bias is None
+    if conv.aggr in ("add", "sum", "mean") and alone and _simple(x, lin, root):
+        sums = NeighbourSum.of(graph, conv.aggr == "mean")
+        return _affine(sums, pair, (lin, lin.bias), root, graph)
     out = _reduced(conv, x, graph)
     if out is None:
         return None
-    out = conv.lin_rel(out)
-    return out if target is None else out + conv.lin_root(target)
+    out = lin(out)
+    return out if root is None else out + root(target)
+
+
+def _affine(
+    sums: NeighbourSum, pair: tuple[Any, Any], layer: tuple[Any, Any], root: Any, graph: ShardGraph
+) -> Any:
+    x, z = (a.to_local() if type(a) is ShardTensor else a for a in pair)
+    own = None if root is None or pair[1] is pair[0] else z
+    out = affine(sums, x, layer[0].weight, layer[1], None if root is None else root.weight, own)
+    return ShardTensor.from_local(out, graph.nodes) if type(pair[0]) is ShardTensor else out
+
+
+def _simple(x: Any, *layers: Any) -> bool:
+    """Whether layers are plain products: nothing hooked to them, sharded or cast in between."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return not torch.is_autocast_enabled(x.device.type) and all(
+        lin.__class__.__name__ == "Linear"
+        and lin.weight.__class__ is Parameter
+        and lin.weight.dtype == x.dtype
+        and not any(getattr(lin, name) for name in hooks)
+        for lin in layers
+        if lin is not None
+    )
 
 
 def _gin(conv: Any, x: Any, target: Any, graph: ShardGraph) -> Any:
@@ -81,7 +114,10 @@ def _gin(conv: Any, x: Any, target: Any, graph: ShardGraph) -> Any:
 def _gcn(conv: Any, x: Any, target: Any, graph: ShardGraph) -> Any:
     if conv.aggr not in ("add", "sum") or not conv.normalize or graph.sources is not graph.nodes:
         return None
-    return _added(_normalised(conv.lin(x), conv, graph), conv.bias)
+    narrower = conv.lin.weight.shape[0] < conv.lin.weight.shape[1]
+    if narrower or not _simple(x, conv.lin):
+        return _added(_normalised(conv.lin(x), conv, graph), conv.bias)
+    return _affine(_laplacian(conv, graph, x.dtype), (x, x), (conv.lin, conv.bias), None, graph)
 
 
 def _sg(conv: Any, x: Any, target: Any, graph: ShardGraph) -> Any:
@@ -94,11 +130,14 @@ def _sg(conv: Any, x: Any, target: Any, graph: ShardGraph) -> Any:
 
 def _normalised(x: Any, conv: Any, graph: ShardGraph) -> Any:
     """One product with the normalised adjacency of GCN (Kipf and Welling 2017)."""
-    loop = 0.0 if not conv.add_self_loops else 2.0 if getattr(conv, "improved", False) else 1.0
-    sums = kept(graph, f"gcn {loop} {x.dtype}", lambda: _gcn_sum(graph, loop, x.dtype))
-    rows = x.to_local() if type(x) is ShardTensor else x
-    out = linear.apply(sums, rows)
+    sums = _laplacian(conv, graph, x.dtype)
+    out = linear.apply(sums, x.to_local() if type(x) is ShardTensor else x)
     return ShardTensor.from_local(out, graph.nodes) if type(x) is ShardTensor else out
+
+
+def _laplacian(conv: Any, graph: ShardGraph, dtype: torch.dtype) -> NeighbourSum:
+    loop = 0.0 if not conv.add_self_loops else 2.0 if getattr(conv, "improved", False) else 1.0
+    return kept(graph, f"gcn {loop} {dtype}", lambda: _gcn_sum(graph, loop, dtype))
 
 
 def _gcn_sum(graph: ShardGraph, loop: float, dtype: torch.dtype) -> NeighbourSum:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -22,16 +23,26 @@ from meshshard.tensor import ShardGraph
 __all__ = ["Ends", "Take", "Total", "kept", "largest", "starts"]
 
 RUN = 16384  # edges whose rows are compared at a time
+TILE = 2048  # rows of a part, and up to twice as many: they stay in the cache
 T = TypeVar("T")
 _known: WeakKeyDictionary[ShardGraph, dict[str, Any]] = WeakKeyDictionary()
 
 
 class Total:
-    """Row i is the sum of rows indices[indptr[i]:indptr[i + 1]], each times its weight."""
+    """Row i is the sum of rows indices[indptr[i]:indptr[i + 1]], each times its weight; or mean."""
 
-    def __init__(self, indptr: Tensor, indices: Tensor, columns: int, weights: Any = None) -> None:
+    def __init__(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        columns: int,
+        weights: Any = None,
+        mean: bool = False,
+    ) -> None:
         self.indptr, self.indices, self.columns, self.weights = indptr, indices, columns, weights
+        self.mean = mean
         self._ones: dict[torch.dtype, Tensor] = {}
+        self._tiles: dict[torch.dtype, list[tuple[slice, Tensor]]] = {}
         self.rows: Tensor | None = None
         self.in_order = False
         self._adjoint: linear.Linear | None = None
@@ -51,8 +62,27 @@ class Total:
         flat = _flat(x)
         if not flat.numel() or not len(self.indices):
             return x.new_zeros((len(self.indptr) - 1, *x.shape[1:]))
-        out: Tensor = torch.sparse.mm(self.matrix(x.dtype), flat, *_how("sum", x))
+        out = self._of(self.matrix(x.dtype), flat, slice(None))
         return out.view(len(out), *x.shape[1:])
+
+    def parts(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The same of a matrix, some rows at a time, for what reads them while they are cached."""
+        n = len(self.indptr) - 1
+        if x.is_cuda or n < 2 * TILE or not len(self.indices):
+            yield slice(0, n), self(x)
+            return
+        if x.dtype not in self._tiles:
+            self._tiles[x.dtype] = list(tiles(self.matrix(x.dtype)))
+        for where, matrix in self._tiles[x.dtype]:
+            yield where, self._of(matrix, x, where)
+
+    def _of(self, matrix: Tensor, x: Tensor, where: slice) -> Tensor:
+        out: Tensor = torch.sparse.mm(matrix, x, *_how("sum", x))
+        return out.div_(self._counts[where].to(x.dtype)) if self.mean else out
+
+    @cached_property
+    def _counts(self) -> Tensor:
+        return self.indptr.diff().clamp(min=1)[:, None]
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The same as a sparse matrix of torch."""
@@ -69,7 +99,10 @@ class Total:
         if self._adjoint is None:
             order = torch.argsort(self.indices, stable=True)
             begin = starts(torch.bincount(self.indices, minlength=self.columns))
-            weights = None if self.weights is None else self.weights[order]
+            weights = self.weights
+            if self.mean:  # of one source, in the precision that the largest type asks for
+                weights = (1 / self._counts[:, 0].double())[_rows(self)]
+            weights = None if weights is None else weights[order]
             back = Total(begin, _rows(self)[order], len(self.indptr) - 1, weights)
             back._adjoint, self._adjoint = self, back
         return self._adjoint
@@ -237,6 +270,18 @@ def starts(counts: Tensor) -> Tensor:
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+
+
+def tiles(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of rows of a sparse matrix, about alike in number, and the matrix of each."""
+    indptr, indices, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
+    n = matrix.shape[0]
+    cuts = torch.linspace(0, n, max(1, n // TILE) + 1, dtype=torch.float64).long().tolist()
+    for a, b in pairwise(cuts):
+        edges = slice(int(indptr[a]), int(indptr[b]))
+        size = (b - a, matrix.shape[1])
+        begin = indptr[a : b + 1] - indptr[a]
+        yield slice(a, b), _csr(begin, indices[edges], values[edges], size)
 
 
 def _csr(indptr: Tensor, indices: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:

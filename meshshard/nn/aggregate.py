@@ -6,12 +6,14 @@ edge: sums are products with a sparse matrix (`_sparse`), and so are their gradi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshshard.comm import Exchange, linear
+from meshshard.comm.exchange import Running
 from meshshard.errors import MeshshardError
 from meshshard.nn._sparse import Total, kept, largest, starts
 from meshshard.tensor import ShardGraph, ShardTensor
@@ -39,12 +41,9 @@ def aggregate(x: Any, graph: ShardGraph, reduce: str = "sum") -> Any:
     if reduce == "max":
         out = largest(kept(graph, "sums", lambda: _sums(graph)), graph.local(rows))
     elif reduce in ("sum", "mean"):
-        out = linear.apply(kept(graph, "sum", lambda: NeighbourSum.of(graph)), rows)
+        out = linear.apply(NeighbourSum.of(graph, reduce == "mean"), rows)
     else:
         raise MeshshardError(f"aggregate: reduction {reduce!r} is unknown: sum, mean or max")
-    if reduce == "mean":
-        count = graph.indptr.diff().clamp(min=1).to(out.dtype)
-        out = out / count.view(-1, *[1] * (out.ndim - 1))
     return ShardTensor.from_local(out, graph.nodes) if type(x) is ShardTensor else out
 
 
@@ -69,23 +68,30 @@ def _sums(graph: ShardGraph) -> Total:
 
 
 class NeighbourSum:
-    """Own rows to sums over in-edges, as one linear operator with its exchange.
+    """Own rows to sums or means over in-edges, as one linear operator with its exchange.
 
     Split by destinations, in whose rows the order of summation stays: those that read own rows only
     are summed while the halo travels; the others, a few, from the rows that they read.
     """
 
-    def __init__(self, plan: Exchange, indptr: Tensor, indices: Tensor, weights: Any) -> None:
+    def __init__(
+        self,
+        plan: Exchange,
+        indptr: Tensor,
+        indices: Tensor,
+        weights: Any = None,
+        mean: bool = False,
+    ) -> None:
         own = plan.n_owned
         count = indptr.diff()
         rows = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
         crossing = starts((indices >= own).to(torch.int64))
         border = crossing[indptr[1:]] > crossing[indptr[:-1]]
         inner, outer = ~border[rows], border[rows]
-        self.plan = plan
+        self.plan, self.rows = plan, len(count)
         self.border = torch.nonzero(border)[:, 0]
         self.inner = Total(
-            starts(torch.where(border, 0, count)), indices[inner], own, _of(weights, inner)
+            starts(torch.where(border, 0, count)), indices[inner], own, _of(weights, inner), mean
         )
         read = torch.unique(indices[outer])
         self.read = read[read < own]
@@ -95,22 +101,35 @@ class NeighbourSum:
             torch.searchsorted(self.read, indices[outer]),
             indices[outer] - own + len(self.read),
         )
-        self.outer = Total(starts(count[border]), place, columns, _of(weights, outer))
+        self.outer = Total(starts(count[border]), place, columns, _of(weights, outer), mean)
 
-    @classmethod
-    def of(cls, graph: ShardGraph) -> NeighbourSum:
-        """The plain sum over the in-edges of a graph."""
-        return cls(graph.exchange, graph.indptr, graph.indices, None)
+    @staticmethod
+    def of(graph: ShardGraph, mean: bool = False) -> NeighbourSum:
+        """The plain sum or mean over the in-edges of a graph, kept as long as it is."""
+
+        def made() -> NeighbourSum:
+            return NeighbourSum(graph.exchange, graph.indptr, graph.indices, mean=mean)
+
+        return kept(graph, "mean" if mean else "sum", made)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(own nodes, …) sums of (own sources, …) rows."""
         running = self.plan.start(x)
         out = self.inner(x)
+        for border, rows in self._arrived(x, running):
+            out.index_copy_(0, border, rows)
+        return out
+
+    def parts(self, x: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """The same of a matrix: all rows run by run, then those that replace some of them."""
+        running = self.plan.start(x)
+        yield from self.inner.parts(x)
+        yield from self._arrived(x, running)
+
+    def _arrived(self, x: Tensor, running: Running) -> Iterator[tuple[Tensor, Tensor]]:
         halo = running.arrived()
         if len(self.border):
-            rows = torch.cat([x.index_select(0, self.read), halo])
-            out.index_copy_(0, self.border, self.outer(rows))
-        return out
+            yield self.border, self.outer(torch.cat([x.index_select(0, self.read), halo]))
 
     def adjoint(self) -> NeighbourSpread:
         """Rows of nodes to those that they have read."""
@@ -125,14 +144,30 @@ class NeighbourSpread:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(own sources, …) sums of (own nodes, …) rows."""
+        sent = self._send(x)
+        out = self.sums.inner.adjoint()(x)
+        for rows, more in self._arrived(*sent):
+            out.index_add_(0, rows, more)
+        return out
+
+    def parts(self, x: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """The same of a matrix: all rows run by run, then what is added to some of them."""
+        sent = self._send(x)
+        inner: Any = self.sums.inner.adjoint()
+        yield from inner.parts(x)
+        yield from self._arrived(*sent)
+
+    def _send(self, x: Tensor) -> tuple[Tensor, Any]:
         sums = self.sums
         outer = sums.outer.adjoint()(x.index_select(0, sums.border))
-        pending = sums.plan.start_back(outer[len(sums.read) :].contiguous())
-        out = sums.inner.adjoint()(x)
-        out.index_add_(0, sums.read, outer[: len(sums.read)])
+        return outer, sums.plan.start_back(outer[len(sums.read) :].contiguous())
+
+    def _arrived(self, outer: Tensor, pending: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        read = self.sums.read
+        if len(read):
+            yield read, outer[: len(read)]
         if pending is not None:
-            out.index_add_(0, sums.plan.send_rows, pending.wait())
-        return out
+            yield self.sums.plan.send_rows, pending.wait()
 
     def adjoint(self) -> NeighbourSum:
         """The way back."""

@@ -1,0 +1,110 @@
+"""Affine: W S x + V z + b, for sums or means S over in-edges, its rows multiplied while cached.
+
+S is linear, so gradients look alike: with t = S* g those of x and W are t W and t^T x. Neither
+S x nor t is ever whole in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from meshshard.comm import linear
+from meshshard.nn.aggregate import NeighbourSum
+
+__all__ = ["affine"]
+
+FEW = 64  # rows: products of very few are rounded in another order
+
+
+def affine(
+    sums: NeighbourSum, x: Tensor, weight: Tensor, bias: Any = None, root: Any = None, z: Any = None
+) -> Tensor:
+    """(own nodes, out) rows weight S x + root z + bias, in the order of rounding of two products.
+
+    Args:
+        sums: S.
+        x: (own sources, in) rows.
+        weight: (out, in) of what is summed.
+        bias: (out,), if any.
+        root: (out, width) of own rows, if they count.
+        z: (own nodes, width) own rows where they are not x.
+
+    Communication: one exchange, and one backward where x wants a gradient.
+    """
+    if torch.is_grad_enabled() and not x.requires_grad:
+        return _plain(sums, x, weight, bias, root, z)  # sums kept, so nothing is sent backward
+    out: Tensor = _Affine.apply(sums, x, weight, bias, root, z)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _plain(sums: NeighbourSum, x: Tensor, weight: Tensor, bias: Any, root: Any, z: Any) -> Tensor:
+    out = F.linear(linear.apply(sums, x), weight, bias)
+    return out if root is None else out + F.linear(x if z is None else z, root)
+
+
+class _Affine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, sums: NeighbourSum, x: Tensor, weight: Tensor, bias: Any, root: Any, z: Any
+    ) -> Tensor:
+        """The value."""
+        ctx.save_for_backward(x, weight, bias, root, z)
+        ctx.sums = sums
+        own = x if z is None else z
+        out = x.new_empty(sums.rows, len(weight))
+        for where, rows in sums.parts(x):
+            if isinstance(where, slice):
+                _product(rows, weight, bias, root, own[where], out[where])
+            else:
+                out.index_copy_(0, where, _few(rows, weight, bias, root, own[where]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Rows of the transpose, multiplied while cached; differentiable where that is asked."""
+        x, weight, bias, root, z = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            given = [a if w else None for a, w in zip(ctx.saved_tensors, wanted[1:], strict=True)]
+            leaves = [a for a in given if a is not None]
+            out = _plain(ctx.sums, x, weight, bias, root, z)
+            found = iter(torch.autograd.grad(out, leaves, grad, create_graph=True))
+            return None, *[None if a is None else next(found) for a in given]
+        grad = grad.contiguous()
+        to_root = torch.zeros_like(root) if root is not None and z is None else None
+        to_x, to_weight = torch.empty_like(x), torch.zeros_like(weight)
+        for where, rows in ctx.sums.adjoint().parts(grad):
+            if isinstance(where, slice):
+                part = torch.mm(rows, weight, out=to_x[where])
+                if to_root is not None:
+                    part.addmm_(grad[where], root)
+                    to_root.addmm_(grad[where].t(), x[where])
+            else:
+                to_x.index_add_(0, where, rows @ weight)
+            to_weight.addmm_(rows.t(), x[where])
+        to_z = None
+        if z is not None and root is not None:
+            to_root, to_z = grad.t() @ z, grad @ root
+        return None, to_x, to_weight, None if bias is None else grad.sum(0), to_root, to_z
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Any, root: Any, own: Tensor, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+    if root is not None:
+        out.addmm_(own, root.t())
+
+
+def _few(rows: Tensor, weight: Tensor, bias: Any, root: Any, own: Tensor) -> Tensor:
+    """Some rows, as they would be among many."""
+    n, more = len(rows), max(0, FEW - len(rows))
+    rows, own = (F.pad(a, (0, 0, 0, more)) for a in (rows, own))
+    out = rows.new_empty(len(rows), len(weight))
+    _product(rows, weight, bias, root, own, out)
+    return out[:n]
