@@ -16,8 +16,8 @@ from torch.nn import Parameter
 
 from meshshard.comm import linear
 from meshshard.nn._affine import affine
-from meshshard.nn._sparse import kept, starts
-from meshshard.nn.aggregate import NeighbourSum, aggregate
+from meshshard.nn._sparse import Total, kept, starts
+from meshshard.nn.aggregate import NeighbourSum, aggregate, in_edges
 from meshshard.tensor import ShardGraph, ShardTensor
 
 __all__ = ["fused"]
@@ -48,8 +48,12 @@ def _fits(x: Tensor, sharding: Any) -> bool:
     return bool(sharding.domain.size == 1 and x.shape[0] == sharding.total)
 
 
+def _reduction(conv: Any) -> str | None:
+    return REDUCTIONS.get(conv.aggr if isinstance(conv.aggr, str) else "")
+
+
 def _reduced(conv: Any, x: Any, graph: ShardGraph) -> Any:
-    reduce = REDUCTIONS.get(conv.aggr if isinstance(conv.aggr, str) else "")
+    reduce = _reduction(conv)
     return None if reduce is None else aggregate(x, graph, reduce)
 
 
@@ -72,9 +76,10 @@ def _mixed(conv: Any, pair: tuple[Any, Any], lin: Any, root: Any, graph: ShardGr
     """A linear layer of what arrives at a node, and one of its own row."""
     x, target = pair
     alone = root is None or root.bias is None
-    if conv.aggr in ("add", "sum", "mean") and alone and _simple(x, lin, root):
-        sums = NeighbourSum.of(graph, conv.aggr == "mean")
-        return _affine(sums, pair, (lin, lin.bias), root, graph)
+    reduce = _reduction(conv)
+    if reduce is not None and alone and _simple(x, lin, root):
+        op = in_edges(graph) if reduce == "max" else NeighbourSum.of(graph, reduce == "mean")
+        return _affine(op, pair, (lin, lin.bias), root, graph)
     out = _reduced(conv, x, graph)
     if out is None:
         return None
@@ -83,11 +88,19 @@ def _mixed(conv: Any, pair: tuple[Any, Any], lin: Any, root: Any, graph: ShardGr
 
 
 def _affine(
-    sums: NeighbourSum, pair: tuple[Any, Any], layer: tuple[Any, Any], root: Any, graph: ShardGraph
+    op: NeighbourSum | Total,
+    pair: tuple[Any, Any],
+    layer: tuple[Any, Any],
+    root: Any,
+    graph: ShardGraph,
 ) -> Any:
     x, z = (a.to_local() if type(a) is ShardTensor else a for a in pair)
-    own = None if root is None or pair[1] is pair[0] else z
-    out = affine(sums, x, layer[0].weight, layer[1], None if root is None else root.weight, own)
+    if pair[1] is pair[0]:
+        z = x
+    if isinstance(op, Total):
+        x = graph.local(x)
+    own = None if root is None or z is x else z
+    out = affine(op, x, layer[0].weight, layer[1], None if root is None else root.weight, own)
     return ShardTensor.from_local(out, graph.nodes) if type(pair[0]) is ShardTensor else out
 
 

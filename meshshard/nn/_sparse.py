@@ -22,7 +22,7 @@ from meshshard.tensor import ShardGraph
 
 __all__ = ["Ends", "Take", "Total", "kept", "largest", "starts"]
 
-RUN = 16384  # edges whose rows are compared at a time
+RUN = 2048  # edges whose rows are compared at a time: a few arrays of them stay in the cache
 TILE = 2048  # rows of a part, and up to twice as many: they stay in the cache
 T = TypeVar("T")
 _known: WeakKeyDictionary[ShardGraph, dict[str, Any]] = WeakKeyDictionary()
@@ -40,7 +40,7 @@ class Total:
         mean: bool = False,
     ) -> None:
         self.indptr, self.indices, self.columns, self.weights = indptr, indices, columns, weights
-        self.mean = mean
+        self.rows_out, self.mean = len(indptr) - 1, mean
         self._ones: dict[torch.dtype, Tensor] = {}
         self._tiles: dict[torch.dtype, list[tuple[slice, Tensor]]] = {}
         self.rows: Tensor | None = None
@@ -61,20 +61,20 @@ class Total:
         """(rows, …) sums of (columns, …)."""
         flat = _flat(x)
         if not flat.numel() or not len(self.indices):
-            return x.new_zeros((len(self.indptr) - 1, *x.shape[1:]))
+            return x.new_zeros((self.rows_out, *x.shape[1:]))
         out = self._of(self.matrix(x.dtype), flat, slice(None))
         return out.view(len(out), *x.shape[1:])
 
-    def parts(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The same of a matrix, some rows at a time, for what reads them while they are cached."""
-        n = len(self.indptr) - 1
+    def parts(self, x: Tensor, top: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        """Sums or maxima of a matrix, some rows at a time, for what reads them while cached."""
+        n = self.rows_out
         if x.is_cuda or n < 2 * TILE or not len(self.indices):
-            yield slice(0, n), self(x)
+            yield slice(0, n), _tops(self, x) if top else self(x)
             return
         if x.dtype not in self._tiles:
             self._tiles[x.dtype] = list(tiles(self.matrix(x.dtype)))
         for where, matrix in self._tiles[x.dtype]:
-            yield where, self._of(matrix, x, where)
+            yield where, torch.sparse.mm(matrix, x, "amax") if top else self._of(matrix, x, where)
 
     def _of(self, matrix: Tensor, x: Tensor, where: slice) -> Tensor:
         out: Tensor = torch.sparse.mm(matrix, x, *_how("sum", x))
@@ -90,7 +90,7 @@ class Total:
             weights = self.weights
             if weights is None:
                 weights = torch.ones(len(self.indices), device=self.indices.device)
-            size = (len(self.indptr) - 1, self.columns)
+            size = (self.rows_out, self.columns)
             self._ones[dtype] = _csr(self.indptr, self.indices, weights.to(dtype), size)
         return self._ones[dtype]
 
@@ -172,12 +172,7 @@ class _Largest(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, sums: Total) -> Tensor:
         """The value."""
         flat = _flat(x)
-        if len(sums.indices) and x.is_cpu:
-            out: Tensor = torch.sparse.mm(sums.matrix(x.dtype), flat, "amax")
-        else:
-            rows = _rows(sums)[:, None].expand(-1, flat.shape[1])
-            out = flat.new_zeros(len(sums.indptr) - 1, flat.shape[1])
-            out.scatter_reduce_(0, rows, flat[sums.indices], "amax", include_self=False)
+        out = _tops(sums, flat)
         ctx.save_for_backward(flat, out)
         ctx.sums = sums
         return out.view(len(out), *x.shape[1:])
@@ -196,21 +191,26 @@ class _Largest(torch.autograd.Function):
 class Spread:
     """The gradient of a maximum: rows to those that it was reached in, in equal parts."""
 
-    def __init__(self, sums: Total, x: Tensor, top: Tensor) -> None:
+    def __init__(self, sums: Total, x: Tensor, top: Tensor, first: int = 0) -> None:
         self.sums, self.x, self.top = sums, x, top
+        self.first = first  # which row the first of `top` is
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(columns, …) of (rows, …), some rows at a time, which stay in the cache."""
-        out, flat = torch.zeros_like(self.x), x.reshape(self.top.shape)
+        """(columns, …) of (rows, …)."""
+        out = torch.zeros_like(self.x)
+        self.add(out, x.reshape(self.top.shape))
+        return out.view(len(out), *x.shape[1:])
+
+    def add(self, out: Tensor, x: Tensor) -> None:
+        """The same, added to what is there, some rows at a time, which stay in the cache."""
         for first, last, edges in self._runs():
             index, rows, hit = self._hits(edges, first)
             ties = hit.new_zeros(last - first, hit.shape[1]).index_add_(0, rows, hit)
-            part = hit.mul_((flat[first:last] / ties.clamp_(min=1)).index_select(0, rows))
+            part = hit.mul_((x[first:last] / ties.clamp_(min=1)).index_select(0, rows))
             if self.sums.in_order:
                 out[edges] = part
             else:
                 out.index_add_(0, index, part)
-        return out.view(len(out), *x.shape[1:])
 
     def adjoint(self) -> linear.Linear:
         """The mean of the rows that tie."""
@@ -218,17 +218,18 @@ class Spread:
 
     def _hits(self, edges: slice, first: int) -> tuple[Tensor, Tensor, Tensor]:
         """Columns and rows of some edges, and where they reach the maximum."""
-        index, rows = self.sums.indices[edges], _rows(self.sums)[edges]
+        index, rows = self.sums.indices[edges], _rows(self.sums)[edges] - self.first
         x = self.x[edges].clone() if self.sums.in_order else self.x.index_select(0, index)
         return index, rows - first, x.eq_(self.top.index_select(0, rows))
 
     def _runs(self) -> Iterator[tuple[int, int, slice]]:
         """Runs of rows with about so many edges, and their edges."""
-        n = len(self.sums.indptr) - 1
-        wanted = torch.arange(0, len(self.sums.indices) + RUN, RUN, device=self.sums.indptr.device)
-        cuts = torch.searchsorted(self.sums.indptr, wanted).clamp(max=n)
+        n = len(self.top)
+        begin = self.sums.indptr[self.first : self.first + n + 1]
+        wanted = torch.arange(int(begin[0]), int(begin[-1]) + RUN, RUN, device=begin.device)
+        cuts = torch.searchsorted(begin, wanted).clamp(max=n)
         rows = sorted({0, *cuts.tolist(), n})
-        edges = self.sums.indptr[torch.tensor(rows)].tolist()
+        edges = begin[torch.tensor(rows)].tolist()
         for (a, b), (c, d) in zip(pairwise(rows), pairwise(edges), strict=True):
             if d > c:
                 yield a, b, slice(c, d)
@@ -270,6 +271,16 @@ def starts(counts: Tensor) -> Tensor:
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+
+
+def _tops(sums: Total, x: Tensor) -> Tensor:
+    if len(sums.indices) and x.is_cpu:
+        out: Tensor = torch.sparse.mm(sums.matrix(x.dtype), x, "amax")
+        return out
+    rows = _rows(sums)[:, None].expand(-1, x.shape[1])
+    return x.new_zeros(sums.rows_out, x.shape[1]).scatter_reduce_(
+        0, rows, x[sums.indices], "amax", include_self=False
+    )
 
 
 def tiles(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:

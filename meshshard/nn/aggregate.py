@@ -18,7 +18,7 @@ from meshshard.errors import MeshshardError
 from meshshard.nn._sparse import Total, kept, largest, starts
 from meshshard.tensor import ShardGraph, ShardTensor
 
-__all__ = ["NeighbourSum", "aggregate"]
+__all__ = ["NeighbourSum", "aggregate", "in_edges"]
 
 
 def aggregate(x: Any, graph: ShardGraph, reduce: str = "sum") -> Any:
@@ -39,7 +39,7 @@ def aggregate(x: Any, graph: ShardGraph, reduce: str = "sum") -> Any:
     """
     rows = _own(x, graph)
     if reduce == "max":
-        out = largest(kept(graph, "sums", lambda: _sums(graph)), graph.local(rows))
+        out = largest(in_edges(graph), graph.local(rows))
     elif reduce in ("sum", "mean"):
         out = linear.apply(NeighbourSum.of(graph, reduce == "mean"), rows)
     else:
@@ -63,8 +63,9 @@ def _own(x: Any, graph: ShardGraph) -> Tensor:
     return rows
 
 
-def _sums(graph: ShardGraph) -> Total:
-    return Total(graph.indptr, graph.indices, graph.n_local)
+def in_edges(graph: ShardGraph) -> Total:
+    """Sums over in-edges of local rows, kept as long as the graph is."""
+    return kept(graph, "sums", lambda: Total(graph.indptr, graph.indices, graph.n_local))
 
 
 class NeighbourSum:
@@ -88,7 +89,7 @@ class NeighbourSum:
         crossing = starts((indices >= own).to(torch.int64))
         border = crossing[indptr[1:]] > crossing[indptr[:-1]]
         inner, outer = ~border[rows], border[rows]
-        self.plan, self.rows = plan, len(count)
+        self.plan, self.rows_out = plan, len(count)
         self.border = torch.nonzero(border)[:, 0]
         self.inner = Total(
             starts(torch.where(border, 0, count)), indices[inner], own, _of(weights, inner), mean
