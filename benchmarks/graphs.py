@@ -21,6 +21,7 @@ from meshes import poly_surface
 
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
 CHANNELS = 128
+WAYS = ("forward", "forward + backward")
 Tables = Iterator[tuple[str, list[Record]]]
 
 
@@ -69,15 +70,18 @@ def least(rounds: int, *calls: Call) -> list[float]:
 # ----------------------------------------------------------------------------------------- products
 def products(given: argparse.Namespace) -> Tables:
     """Converted GCN and SAGE on a grid, against the module itself on edge_index."""
-    n = given.side**2
-    for memory, how in (("as glibc does", {}), ("kept by glibc (MALLOC_MMAP_THRESHOLD_)", KEEP)):
+    kept = "kept by glibc (MALLOC_MMAP_THRESHOLD_)"
+    for memory, how, side in (("as glibc does", {}, given.side), (kept, KEEP, given.side // 2)):
+        less = side * 7 // 10  # PyG's gradient of maxima takes more than 20 kB a node
+        calls = [(name, way, side) for name in ("GCNConv", "SAGEConv mean") for way in WAYS]
+        calls += [("SAGEConv max", "forward", side), ("SAGEConv max", "forward + backward", less)]
         rows = []
-        for name in ("GCNConv", "SAGEConv mean", "SAGEConv max"):
+        for name, way, size in calls:
             with environment(**how):
-                (forward, both), _ = in_child(_products, name, given.side)
-            rows.append(compared(f"{name}, forward", *forward, 1 / 3))
-            rows.append(compared(f"{name}, forward + backward", *both, 1 / 3))
-        title = f"{n:,} nodes, about 6 edges a node, {CHANNELS} channels, one thread"
+                (ours, peer), _ = in_child(_products, name, way, size)
+            what = f"{name}, {way}" + (f", {size**2:,} nodes" if size < side else "")
+            rows.append(compared(what, ours, peer, 1 / 3))
+        title = f"{side**2:,} nodes, about 6 edges a node, {CHANNELS} channels, one thread"
         yield f"{title}; memory {memory}: ms", rows
 
 
@@ -89,7 +93,7 @@ def _conv(name: str) -> Any:
     return getattr(pyg, kind)(CHANNELS, CHANNELS, **more)
 
 
-def _products(name: str, side: int) -> tuple[list[float], list[float]]:
+def _products(name: str, way: str, side: int) -> list[float]:
     import torch
 
     from meshshard.comm import Domain
@@ -102,16 +106,14 @@ def _products(name: str, side: int) -> tuple[list[float], list[float]]:
     x = torch.randn(side * side, CHANNELS, requires_grad=True)
     plain, ours = _conv(name), convert(_conv(name))
 
-    def both(conv: Any, where: Any) -> Callable[[], None]:
-        def call() -> None:
-            x.grad = None
-            conv(x, where).sum().backward()
+    def step(conv: Any, where: Any) -> None:
+        x.grad = None
+        conv(x, where).sum().backward()
 
-        return call
-
-    with torch.no_grad():
-        forward = least(2, lambda: ours(x, graph), lambda: plain(x, edges))
-    return forward, least(2, both(ours, graph), both(plain, edges))
+    if way == "forward":
+        with torch.no_grad():
+            return least(2, lambda: ours(x, graph), lambda: plain(x, edges))
+    return least(2, lambda: step(ours, graph), lambda: step(plain, edges))
 
 
 # ------------------------------------------------------------------------------------------- blocks

@@ -68,7 +68,7 @@ class Total:
     def parts(self, x: Tensor, top: bool = False) -> Iterator[tuple[slice, Tensor]]:
         """Sums or maxima of a matrix, some rows at a time, for what reads them while cached."""
         n = self.rows_out
-        if x.is_cuda or n < 2 * TILE or not len(self.indices):
+        if not x.is_cpu or n < 2 * TILE or not len(self.indices):
             yield slice(0, n), _tops(self, x) if top else self(x)
             return
         if x.dtype not in self._tiles:
