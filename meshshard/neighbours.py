@@ -203,8 +203,9 @@ def finite(points: Array) -> Array:
         MeshError: naming the rows of those that are not finite, or too far away to be squared.
     """
     points = np.asarray(points, np.float64)
-    bad = np.flatnonzero(~(np.abs(points) < LARGE).all(axis=1))
-    if len(bad):
+    near = np.abs(points) < LARGE
+    if not near.all():
+        bad = np.flatnonzero(~near.all(axis=1))
         raise MeshError(f"{len(bad)} points are not finite: ids {bad[:5].tolist()}; remove them")
     return points
 

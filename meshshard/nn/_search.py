@@ -199,7 +199,10 @@ def _nearest(x: Side, mine: Rows, places: Array | None, k: int, within: float) -
     """(own places, k) ids, -1 where there are fewer."""
     at = mine.points if places is None else places
     found, reach = _cloud(x, mine, k).nearest(k, places, within)
-    ids = np.where(found < 0, -1, found.astype(np.int64) + x.sharding.first)
+    ids = found.astype(np.int64)
+    ids += x.sharding.first
+    if (found[:, -1:] < 0).any():  # what is missing comes last
+        ids[found < 0] = -1
     if x.domain.size == 1 or not x.sharding.total:
         return ids
     reach = np.minimum(reach, within)

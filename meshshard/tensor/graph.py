@@ -30,7 +30,9 @@ class ShardGraph:
     Attributes:
         nodes: how the destinations are divided.
         sources: how the sources are divided: `nodes`, unless the graph is bipartite.
-        edges: how the edges are divided; `edges.origin` keys their random numbers.
+        counts: own edges of every rank.
+        names: (own edges,) int64 names of the edges that do not depend on the partition, where they
+            are given.
         indptr: (own nodes + 1,) int64 where the in-edges of each own node begin.
         indices: (own edges,) int64 source of every edge, as a local row.
         halo: (n_halo,) int64 ids of the halo rows, ascending.
@@ -40,7 +42,8 @@ class ShardGraph:
 
     nodes: Sharding
     sources: Sharding
-    edges: Sharding
+    counts: tuple[int, ...]
+    names: Tensor | None
     indptr: Tensor
     indices: Tensor
     halo: Tensor
@@ -110,8 +113,9 @@ class ShardGraph:
 
     def __repr__(self) -> str:
         return (
-            f"ShardGraph({self.nodes.total:,} nodes and {self.edges.total:,} edges, here "
-            f"{self.nodes.own:,} own nodes, {len(self.halo):,} halo rows, {self.edges.own:,} edges)"
+            f"ShardGraph({self.nodes.total:,} nodes and {sum(self.counts):,} edges, here "
+            f"{self.nodes.own:,} own nodes, {len(self.halo):,} halo rows, "
+            f"{len(self.indices):,} edges)"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -147,6 +151,18 @@ class ShardGraph:
     def n_local(self) -> int:
         """Local rows of the sources, own and halo."""
         return self.sources.own + len(self.halo)
+
+    @cached_property
+    def edges(self) -> Sharding:
+        """How the edges are divided; `edges.origin` names them: it keys their random numbers.
+
+        Without given names it is made of both ends' rows in the source.
+        """
+        names = self.names
+        if names is None:
+            to = self.nodes.sources(self.device)[self.destinations]
+            names = to.mul_(self.sources.total).add_(self.origins[self.indices])
+        return Sharding(self.domain, self.counts, names)
 
     @cached_property
     def destinations(self) -> Tensor:
@@ -217,16 +233,11 @@ def _graph(
     plan: Exchange,
     origin: Tensor | None,
 ) -> ShardGraph:
-    """Names of rows and edges, and the number of edges everywhere, added."""
+    """Names of rows, and the number of edges everywhere, added."""
     indptr, rows, halo = arrays
-    sizes: Sequence[int] = nodes.domain.share(len(rows))
-    place = indptr.device
-    origins = nodes.domain.exchange(sources.sources(place), plan)
-    if origin is None:
-        to = torch.repeat_interleave(nodes.sources(place), indptr.diff())
-        origin = to * sources.total + origins[rows]
-    edges = Sharding(nodes.domain, sizes, origin)
-    return ShardGraph(nodes, sources, edges, indptr, rows, halo, origins, plan)
+    counts: Sequence[int] = nodes.domain.share(len(rows))
+    origins = nodes.domain.exchange(sources.sources(indptr.device), plan)
+    return ShardGraph(nodes, sources, tuple(counts), origin, indptr, rows, halo, origins, plan)
 
 
 def _starts(counts: Tensor) -> Tensor:
