@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PARTS = ("slices", "graphs", "neighbours", "attention")
+PARTS = ("slices", "graphs", "neighbours", "attention", "scaling")
 
 
 def main() -> None:
