@@ -221,6 +221,8 @@ def test_wrong_arguments_are_named(monkeypatch):
         ms_nn.knn_graph(x, 0)
     with pytest.raises(MeshshardError, match="radius of -1"):
         ms_nn.radius_graph(x, -1)
+    with pytest.raises(MeshshardError, match="positions are not numpy"):
+        ms_nn.knn_graph(np.zeros((4, 3)), 1)
     with pytest.raises(MeshshardError, match=r"positions are \(n, d\), not \(4,\)"):
         ms_nn.knn_graph(x[:, 0], 1)
     across = shard(x, Domain(), [3], dim=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Side(NamedTuple):
         return int(self.points.shape[1])
 
 
-def side(pos: Tensor, what: str) -> Side:
+def side(pos: Any, what: str) -> Side:
     """Positions (n, d), sharded along their rows, or plain: all on one rank.
 
     Raises:
@@ -53,6 +53,9 @@ def side(pos: Tensor, what: str) -> Side:
         if pos.ndim != 2 or pos.sharded_dim != 0:
             raise refuse(what, (pos,), None, "positions are (n, d), sharded along their rows")
         return Side(pos.to_local().detach().to(torch.float64), pos.sharding)
+    if not isinstance(pos, Tensor):
+        kind = f"{type(pos).__module__}.{type(pos).__name__}"
+        raise MeshshardError(f"{what}: positions are not {kind}, but what torch.as_tensor makes")
     if pos.ndim != 2:
         raise MeshshardError(f"{what}: positions are (n, d), not {tuple(pos.shape)}")
     points = pos.detach().to(torch.float64)
