@@ -306,3 +306,86 @@ def test_noise_of_training_is_keyed_by_row(few):
     assert far(outs[1], outs[0]) < TOLERANCE
     assert not torch.equal(model(x), model(x))
     assert torch.equal(model.predict(x), model.predict(x))
+
+
+# ---------------------------------------------------------------------------------- changed modules
+class Adapted(nn.Linear):
+    """A layer with an adapter of low rank beside its weight, as for fine-tuning."""
+
+    def __init__(self, base):
+        super().__init__(base.in_features, base.out_features, base.bias is not None)
+        self.double().load_state_dict(base.state_dict())
+        self.down = nn.Parameter(rows(2, base.in_features) / 3)
+        self.up = nn.Parameter(rows(base.out_features, 2) / 3)
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+def adapt(where, name):
+    setattr(where, name, Adapted(getattr(where, name)))
+
+
+CHANGES = {
+    "adapter of what weights are made of": lambda b: adapt(b.Attn, "in_project_x"),
+    "adapter among slices": lambda b: adapt(b.Attn, "to_q"),
+    "adapter of the answer": lambda b: adapt(b.Attn.to_out, "0"),
+    "one more module": lambda b: b.Attn.to_out.append(nn.Hardtanh(-0.05, 0.05)),
+    "no bias": lambda b: b.Attn.register_module("in_project_x", nn.Linear(24, 24, False).double()),
+    "hook": lambda b: b.Attn.in_project_slice.register_forward_hook(lambda m, i, o: 2 * o),
+    "hook of gradients": lambda b: b.mlp.linear_post.register_full_backward_hook(
+        lambda m, given, out: (2 * given[0],)
+    ),
+    "eps": lambda b: setattr(b.ln_2, "eps", 0.1),
+    "activation": lambda b: setattr(b.mlp.linear_pre[1], "approximate", "tanh"),
+    "forward": lambda b: setattr(b.mlp, "forward", lambda x: 0 * x),
+}
+
+
+def by_hand(block, x):
+    """A block of the published code, each module called, on one rank."""
+    attn = block.Attn
+    z = block.ln_1(x)
+    made = attn.in_project_x(z).unflatten(-1, (4, -1)).transpose(-2, -3)
+    if attn.variant == "plus":
+        f, T = made, (attn.proj_temperature(made) + attn.bias[0]).clamp(min=0.01)
+    else:
+        f = attn.in_project_fx(z).unflatten(-1, (4, -1)).transpose(-2, -3)
+        T = attn.temperature[0]
+        T = T.clamp(0.5, 5) if attn.variant == "physicsnemo" else T
+    w = (attn.in_project_slice(made) / T).softmax(-1)
+    eps = 1e-2 if attn.variant == "physicsnemo" else 1e-5
+    s = w.mT @ f / (w.sum(-2) + eps)[..., None]
+    q, k, v = attn.to_q(s), attn.to_k(s), attn.to_v(s)
+    out = w @ (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+    h = x + attn.to_out(out.transpose(-2, -3).flatten(-2))
+    return h + block.mlp(block.ln_2(h))
+
+
+def changed_job(change, variant):
+    """Largest difference of a changed block to its modules called one by one: rows, gradients."""
+    domain = init_domain()
+    block = small(variant).eval().blocks[0]
+    CHANGES[change](block)
+    twin = copy.deepcopy(block)
+    x = rows(97, 24)
+    seen = x.clone().requires_grad_()
+    mine = shard(x, domain, SIZES.get(domain.size, [97])).requires_grad_()
+    want, got = by_hand(twin, seen), block(mine)
+    want.sin().sum().backward(), got.sin().sum().backward()
+    domain.average_gradients(block)
+    found = [far(got.gather().detach(), want.detach()), far(mine.grad.gather(), seen.grad)]
+    pairs = zip(block.parameters(), twin.parameters(), strict=True)
+    return max(*found, *(far(p.grad, q.grad) for p, q in pairs if q.grad is not None))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_changed_modules_are_heeded(few, change, variant):
+    assert changed_job(change, variant) < TOLERANCE
+
+
+@pytest.mark.parametrize("change", ["adapter among slices", "hook", "one more module"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_changed_modules_on_shards(ranks, change, variant):
+    assert max(ranks[3].run(changed_job, change, variant)) < TOLERANCE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from meshshard.errors import MeshshardError
 from meshshard.models._names import from_physicsnemo, sizes_of, to_physicsnemo
 from meshshard.nn import CrossSliceAttention, SliceAttention
+from meshshard.nn._built import as_built
 from meshshard.nn._passes import apply, by_rows, infer
 from meshshard.nn._slices import Layer, Piece, Run
 from meshshard.nn.slice_attention import Noise, own_rows, tile_of, with_rows
@@ -287,19 +287,6 @@ def start(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-AS_BUILT = (
-    nn.Linear,
-    nn.LayerNorm,
-    nn.GELU,
-    nn.Sequential,
-    MLP,
-    SliceAttention,
-    CrossSliceAttention,
-)
-
-
 def _as_built(module: nn.Module) -> bool:
     """Whether nothing inside was replaced or hooked, so that functions may stand for modules."""
-    inside: list[Any] = [m for m in module.modules() if m is not module]
-    known = all(type(m) in AS_BUILT for m in inside)
-    return known and not any(m._forward_hooks or m._forward_pre_hooks for m in inside)
+    return as_built(module, (MLP, SliceAttention, CrossSliceAttention))

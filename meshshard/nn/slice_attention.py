@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -13,24 +14,44 @@ from torch import Tensor, nn
 
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
+from meshshard.nn._built import as_built
 from meshshard.nn._passes import apply
-from meshshard.nn._slices import Layer, Piece, Run, by_heads, collected, only_answer, same
+from meshshard.nn._slices import (
+    Layer,
+    Piece,
+    Run,
+    Sums,
+    by_heads,
+    collected,
+    means,
+    only_answer,
+    same,
+)
 from meshshard.tensor import Sharding, ShardTensor
 from meshshard.tensor.core import refuse, wrap
 from meshshard.tensor.random import numbers
 
-__all__ = ["VARIANTS", "CrossSliceAttention", "SliceAttention", "own_rows", "tile_of", "with_rows"]
+__all__ = [
+    "VARIANTS",
+    "CrossSliceAttention",
+    "SliceAttention",
+    "own_rows",
+    "tile_of",
+    "with_rows",
+]
 
 VARIANTS = {"v1": 1e-5, "plus": 1e-5, "physicsnemo": 1e-2}  # what is added to a slice's weight
 WEIGHTS = 2**18  # of a tile: a megabyte, which stays in the cache; benchmarks/slices.py
 Noise = Callable[[slice], Tensor]
+Parts = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]  # to q, k, v
 
 
 class SliceAttention(nn.Module):
     """Physics-Attention on an irregular mesh: each row belongs, softly, to G slices in H heads.
 
     The sum over all rows is exact on any number of ranks. Many rows are run through in tiles, which
-    keep only the input for the gradient; second derivatives run as ordinary operations.
+    keep only the input for the gradient; second derivatives, and modules inside that were replaced
+    or carry hooks (adapters, a probe), run as ordinary operations.
 
     Source: Wu et al., Transolver (2402.02366), names of parameters and maths of its published code
     ("v1"); Luo et al., Transolver++ (2502.02414, "plus": a temperature for every row, and Gumbel
@@ -104,9 +125,35 @@ class SliceAttention(nn.Module):
         Returns:
             Of the shape and kind of `x`.
         """
+        if not as_built(self):
+            return self._by_modules(x, context)
         rows, sharding = own_rows(x, self.dim)
         layer = self.layer(self.noise(rows, sharding), context)
         return with_rows(apply(layer, self.run(sharding), rows), x)
+
+    def _by_modules(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """The same, each module called; by ordinary operations on all rows."""
+        rows, sharding = own_rows(x, self.dim)
+        whole, run = slice(0, rows.shape[1]), replace(self.run(sharding), tile=0)
+        made = self.in_project_x(x).unflatten(-1, (self.heads, -1))
+        logits = self.in_project_slice(made)
+        if self.variant == "plus":
+            T = (self.proj_temperature(made) + self.bias.view(-1, 1)).clamp(min=0.01)
+            noise, values = self.noise(rows, sharding), made
+            if noise is not None:
+                logits = logits + with_rows(noise(whole)[0 if x.ndim == 2 else None], x)
+        else:
+            T, values = self._temperature(), self.in_project_fx(x).unflatten(-1, (self.heads, -1))
+        w, f = (_of_heads(a, x) for a in ((logits / T).softmax(-1), values))
+        sums = Sums(run)
+        for shard, part in run.tiles():
+            sums.add(shard, w[:, :, part], f[:, :, part])
+        s = means(sums.total(), VARIANTS[self.variant], rows.dtype)
+        return self.to_out(with_rows(collected(w, self._answered(s, context)), x))  # type: ignore[no-any-return]
+
+    def _answered(self, s: Tensor, context: Tensor | None) -> Tensor:
+        """What slices answer, each module called."""
+        return attended(s, (self.to_q, self.to_k, self.to_v), context)
 
     def run(self, sharding: Sharding) -> Run:
         """How rows so divided are run through."""
@@ -213,6 +260,14 @@ class CrossSliceAttention(SliceAttention):
         cross = [p for m in (self.cross_q, self.cross_k, self.cross_v) for p in m.parameters()]
         return Piece(_mixed, (*own, *cross, self.state_mixing, context))
 
+    def _answered(self, s: Tensor, context: Tensor | None) -> Tensor:
+        own = super()._answered(s, None)
+        if context is None:
+            return own
+        q, k, v = self.cross_q(s), self.cross_k(context), self.cross_v(context)
+        share = self.state_mixing.sigmoid()
+        return share * own + (1 - share) * _looked_up(q, k, v)
+
 
 class _Fixed:
     """Weights and values of rows, of one temperature for each head."""
@@ -277,23 +332,36 @@ def _normed(eps: float, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _attention(s: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, *context: Tensor) -> Tensor:
+    q, k, v = (partial(F.linear, weight=w) for w in (wq, wk, wv))
+    return attended(s, (q, k, v), *context)
+
+
+def attended(s: Tensor, parts: Parts, context: Tensor | None = None) -> Tensor:
     """Slices (B, H, G, D) attend to each other, and to tokens (M, C) or (B, M, C) besides."""
-    to = s
-    for tokens in context:
-        heads = tokens.reshape(-1, tokens.shape[-2], s.shape[1], s.shape[3]).transpose(1, 2)
+    to, (query, key, value) = s, parts
+    if context is not None:
+        heads = context.reshape(-1, context.shape[-2], s.shape[1], s.shape[3]).transpose(1, 2)
         to = torch.cat([to, heads.expand(len(s), -1, -1, -1)], 2)
-    scores = F.linear(s, wq) @ F.linear(to, wk).transpose(-1, -2) * s.shape[-1] ** -0.5
-    answers: Tensor = scores.softmax(-1) @ F.linear(to, wv)
+    return _looked_up(query(s), key(to), value(to))
+
+
+def _looked_up(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    answers: Tensor = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v
     return answers
 
 
 def _mixed(s: Tensor, *given: Tensor) -> Tensor:
     wq, bq, wk, bk, wv, bv, mixing, context = given[3:]
     q, k, v = F.linear(s, wq, bq), F.linear(context, wk, bk), F.linear(context, wv, bv)
-    crossed = (q @ k.transpose(-1, -2) * s.shape[-1] ** -0.5).softmax(-1) @ v
     share = mixing.sigmoid()
-    both: Tensor = share * _attention(s, *given[:3]) + (1 - share) * crossed
+    both: Tensor = share * _attention(s, *given[:3]) + (1 - share) * _looked_up(q, k, v)
     return both
+
+
+def _of_heads(a: Tensor, x: Tensor) -> Tensor:
+    """Own rows (B, H, n, …) of what was made of `x`, (…, N, H, …)."""
+    local = a.to_local() if isinstance(a, ShardTensor) else a
+    return (local if x.ndim == 3 else local[None]).transpose(1, 2)
 
 
 def tile_of(tile: int | None, heads: int, slices: int) -> int:
