@@ -382,6 +382,9 @@ class Coupling(MessagePassing):
 def test_what_cannot_be_right_is_refused_by_name():
     for conv, why in [
         (pyg.SAGEConv(C, C, aggr="lstm"), "LSTMAggregation of SAGEConv"),
+        (pyg.SimpleConv(pyg.aggr.LCMAggregation(C, C)), "fullest of all nodes"),
+        (pyg.SimpleConv(pyg.aggr.PatchTransformerAggregation(C, C, 1, 8)), "fullest of all nodes"),
+        (pyg.SimpleConv(pyg.aggr.EquilibriumAggregation(C, C, [8])), "of all nodes at once"),
         (pyg.GCNConv(C, C, flow="target_to_source"), "reverse the edges"),
         (pyg.SAGEConv(C, C, decomposed_layers=2), "decomposed_layers=2"),
         (nn.Sequential(pyg.TopKPooling(C)), "TopKPooling"),
@@ -415,3 +418,24 @@ def plain_job():
 
 def test_plain_tensors_on_several_ranks_are_refused(ranks):
     ranks[2].run(plain_job)
+
+
+class Middle(MessagePassing):
+    """A user's, with medians: PyG sorts the rows of all edges for them."""
+
+    def __init__(self):
+        super().__init__(aggr="median")
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+
+def median_job():
+    domain = init_domain()
+    edges, graph, x, _ = sample(domain, directed=True)
+    got = convert(Middle())(own(x, graph.nodes), graph).gather().detach()
+    return farthest(got, Middle()(x, edges))
+
+
+def test_medians_of_a_users_convolution_on_an_empty_shard(ranks):
+    assert max(ranks[3].run(median_job)) < 1e-12

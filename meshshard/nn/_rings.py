@@ -111,8 +111,9 @@ def _made(
     """Rings of so many rows with features or without, and the rows that make numbers differ."""
     none = ends.shape[1] == 0
     n_edges = ends.shape[1] + none
-    n_to = _apart(graph.nodes.own + 2 * none, [n_edges]) if bipartite(graph) else 0
-    rows = _apart(rows + 2 * none, [n_edges, n_to])
+    taken = [n_edges, n_edges + 1]  # one more is what quantiles see: graph_conv.led
+    n_to = _apart(graph.nodes.own + 2 * none, taken) if bipartite(graph) else 0
+    rows = _apart(rows + 2 * none, [*taken, n_to])
     n_to = n_to or rows
     if none:
         ends, names = ends.new_tensor([[rows - 2], [n_to - 1]]), padded(names, 1)

@@ -34,6 +34,17 @@ ONE_RING = {
     "SplineConv", "TransformerConv",
 }  # fmt: skip
 
+_ORDER = "it depends on the order of the edges; mean, max, softmax, std or median do not"
+_FULLEST = "it depends on the in-degree of the fullest of all nodes; mean, max or softmax do not"
+AGGREGATIONS = {
+    "LSTMAggregation": _ORDER,
+    "GRUAggregation": _ORDER,
+    "MLPAggregation": _ORDER,
+    "LCMAggregation": _FULLEST,
+    "PatchTransformerAggregation": _FULLEST,
+    "EquilibriumAggregation": "it seeks the least energy of all nodes at once",
+}
+
 
 def adopt(conv: Any, rings: int | None = None) -> None:
     """Let a convolution take a ShardGraph, in place.
@@ -65,8 +76,8 @@ def _refuse_orders(conv: Any) -> None:
         raise refuse(what, (), None, "it would pass by what refreshes the halo")
     for module in conv.modules():
         kind = type(module).__name__
-        if kind in ("LSTMAggregation", "GRUAggregation", "MLPAggregation"):
-            why = "it depends on the order of the edges; mean, max, softmax, std or median do not"
+        if kind in AGGREGATIONS:
+            why = AGGREGATIONS[kind]
             raise refuse(f"{kind} of {type(conv).__name__}", (), None, why)
 
 
