@@ -336,3 +336,14 @@ def test_interpolation_has_exact_gradients(ranks, size, places_move):
 def test_interpolation_from_nothing_is_zero():
     out = ms_nn.knn_interpolate(torch.zeros(0, 2), torch.zeros(0, 3), torch.zeros(5, 3))
     assert torch.equal(out, torch.zeros(5, 2))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_interpolation_in_half_precision(kind):
+    pos = torch.rand(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = pos[:, :2].to(kind)
+    got = ms_nn.knn_interpolate(x, pos, pos[:30])  # each place is a point: weights of 1e16
+    assert got.dtype == kind
+    assert torch.equal(got, x[:30])
+    near = ms_nn.knn_interpolate(x.double(), pos.to(kind), pos[:30].to(kind))
+    assert torch.isfinite(near).all()

@@ -45,11 +45,14 @@ def interpolate(x: Tensor, pos_x: Tensor, pos_y: Tensor, graph: ShardGraph) -> T
     positions that want a gradient.
     """
     vectors = own_rows(edge_vectors(pos_x, graph, pos_y))
-    weights = 1 / (vectors * vectors).sum(1).clamp(min=CLOSEST)
     source = graph.local(x)[graph.indices]
-    weights = weights.to(source.dtype).view(-1, *[1] * (source.ndim - 1))
-    least = torch.finfo(weights.dtype).tiny  # of a place without neighbours
+    kind = torch.promote_types(source.dtype, torch.float32)  # a half holds no weight of 1e16
+    vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+    weights = 1 / (vectors * vectors).sum(1).clamp(min=CLOSEST)
+    weights = weights.to(kind).view(-1, *[1] * (source.ndim - 1))
+    least = torch.finfo(kind).tiny  # of a place without neighbours
     out = _sums(source * weights, graph) / _sums(weights, graph).clamp(min=least)
+    out = out.to(source.dtype)
     return wrap(out, graph.nodes, 0) if isinstance(x, ShardTensor) else out
 
 
