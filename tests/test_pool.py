@@ -296,3 +296,44 @@ def test_bottleneck(ranks, ranks_):
         for shape in ((N, WIDTH), (2, N, WIDTH)):
             for errors in run(ranks, ranks_, bottleneck_job, sizes, shape):
                 assert max(errors) <= TOLERANCE, sizes
+
+
+# ------------------------------------------------------------------------------- awkward numbers
+def test_means_and_sums_of_many_rows_in_bfloat16():
+    x = torch.ones(3000, 1, dtype=torch.bfloat16)
+    assert float(mnn.global_mean_pool(x)) == 1  # a count in bfloat16 would stop at 256
+    assert float(mnn.global_add_pool(x)) == 3008  # the nearest number that there is
+    assert mnn.global_mean_pool(x).dtype == mnn.global_add_pool(x).dtype == torch.bfloat16
+    box = mnn.Box((0,), (1,), (2,))
+    grid = mnn.grid_from_points(x, torch.zeros(3000, 1), box, mean=False)
+    assert grid.dtype == torch.bfloat16
+    assert float(grid[0]) == 3008
+
+
+def test_whole_numbers_are_places_in_a_box():
+    box = mnn.Box((0.5, -0.5), (2.5, 3.5), (5, 4))
+    grid, pos = draw(5, 4, 2), torch.tensor([[1, 2], [2, 0], [0, 3]])
+    assert torch.equal(
+        mnn.points_from_grid(grid, pos, box), mnn.points_from_grid(grid, pos.double(), box)
+    )
+    x = draw(3, 2)
+    assert torch.equal(
+        mnn.grid_from_points(x, pos, box), mnn.grid_from_points(x, pos.double(), box)
+    )
+
+
+def not_a_number_job():
+    """One rank has a NaN; all of them answer."""
+    pos = draw(N, 2)
+    pos[1] = torch.nan
+    x = shard(pos, init_domain(), SIZES[2][0])
+    grid = mnn.grid_from_points(x, x, mnn.Box((0, 0), (1, 1), (3, 3)))
+    assert grid.isnan().any()
+    assert grid[-1, -1].isfinite().all()
+    mnn.farthest_points(x, 3)
+
+
+def test_a_nan_does_not_leave_other_ranks_waiting(ranks):
+    every = ranks[2].failures(not_a_number_job)
+    assert len(set(every)) == 1
+    assert "DomainError: farthest_points: rank 0: 1 points are not finite: ids [1]" in every[0]

@@ -46,14 +46,15 @@ class Box:
     def corners(self, pos: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The nodes (n,) around each point with weights (n,), corner by corner of its cell.
 
-        Points outside of the box count as the nearest on its surface.
+        Points outside of the box count as the nearest on its surface; weights of a NaN are NaN.
         """
         if pos.ndim != 2 or pos.shape[1] != len(self.shape):
             raise MeshshardError(f"points {tuple(pos.shape)} in a grid of {len(self.shape)} dims")
+        pos = pos if pos.is_floating_point() else pos.double()
         low, high, nodes = (pos.new_tensor(list(x)) for x in (self.low, self.high, self.shape))
         place = (pos - low) / (high - low) * (nodes - 1)
         place = torch.minimum(place.clamp_min(0), nodes - 1)
-        cell = torch.minimum(place.detach().floor(), nodes - 2)
+        cell = torch.minimum(place.detach().floor(), nodes - 2).nan_to_num(0)
         part = place - cell
         cell = cell.long()
         for corner in product((0, 1), repeat=len(self.shape)):
@@ -109,14 +110,16 @@ def grid_from_points(x: Any, pos: Any, box: Box, mean: bool = True) -> Tensor:
         domain = alike("grid_from_points", (x, pos)).sharding.domain
     rows, points = _local(x), _local(pos)
     n = torch.Size(box.shape).numel()
-    sums = rows.new_zeros((n, rows.shape[1] + 1))
-    wide = torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
+    kind = torch.promote_types(rows.dtype, torch.float32)
+    sums = rows.new_zeros((n, rows.shape[1] + 1), dtype=kind)
+    values = torch.cat([rows, torch.ones_like(rows[:, :1])], 1).to(kind)
     for node, weight in box.corners(points):
-        sums = sums.index_add(0, node, wide * weight[:, None])
+        sums = sums.index_add(0, node, values * weight[:, None].to(kind))
     sums = domain.all_reduce(sums)
     values, weights = sums[:, :-1], sums[:, -1:]
     if mean:
         values = values / torch.where(weights > 0, weights, 1.0)
+    values = values.to(rows.dtype) if rows.is_floating_point() else values
     return values.reshape(*box.shape, -1)
 
 

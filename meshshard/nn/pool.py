@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
+from meshshard.neighbours import finite
+from meshshard.nn._slices import wide
 from meshshard.tensor import Sharding, ShardTensor
 from meshshard.tensor.align import own_rows
 from meshshard.tensor.core import wrap
@@ -42,7 +44,8 @@ def global_add_pool(x: Tensor, batch: Tensor | None = None, size: int | None = N
     not given.
     """
     rows, sharding = _own(x)
-    return sharding.domain.all_reduce(_sums(rows, *_samples(rows, sharding, batch, size)))
+    sums = _sums(rows, *_samples(rows, sharding, batch, size))
+    return sharding.domain.all_reduce(sums).to(x.dtype)
 
 
 def global_mean_pool(x: Tensor, batch: Tensor | None = None, size: int | None = None) -> Tensor:
@@ -52,10 +55,12 @@ def global_mean_pool(x: Tensor, batch: Tensor | None = None, size: int | None = 
     """
     rows, sharding = _own(x)
     flat = rows.reshape(len(rows), rows.shape[1:].numel())
-    ones = flat.new_ones((len(flat), 1))
-    found = _samples(rows, sharding, batch, size)
-    sums = sharding.domain.all_reduce(_sums(torch.cat([flat, ones], 1), *found))
+    sample, size = _samples(rows, sharding, batch, size)
+    sums = _sums(flat, sample, size)
+    counts = torch.bincount(sample, minlength=size)[:, None]  # ones added up stop at 2^24, or 256
+    sums = sharding.domain.all_reduce(torch.cat([sums, counts.to(sums.dtype)], 1))
     mean = sums[:, :-1] / sums[:, -1:].clamp_min(1)
+    mean = mean.to(rows.dtype) if rows.is_floating_point() else mean
     return mean.reshape(-1, *rows.shape[1:])
 
 
@@ -75,7 +80,7 @@ def global_max_pool(x: Tensor, batch: Tensor | None = None, size: int | None = N
     sums = _sums(torch.stack([above, hit.to(rows.dtype)], 1), sample, size)
     sums = sharding.domain.all_reduce(sums)
     top = torch.where(top == -torch.inf, 0.0, top)
-    return top + sums[:, 0] / sums[:, 1].detach().clamp_min(1)
+    return top + (sums[:, 0] / sums[:, 1].detach().clamp_min(1)).to(top.dtype)
 
 
 def attention_pool(
@@ -113,7 +118,7 @@ def attention_pool(
     sums = _sums(torch.cat([weights * parts, weights], -1), sample, size)
     sums = merged(sharding.domain, sums, top)
     below = torch.where(sums[..., -1:] > 0, sums[..., -1:], 1.0)
-    return (sums[..., :-1] / below).reshape(size, rows.shape[1])
+    return (sums[..., :-1] / below).to(x.dtype).reshape(size, rows.shape[1])
 
 
 class AttentionPool(nn.Module):
@@ -151,12 +156,16 @@ def farthest_points(pos: Tensor, n: int, start: int = 0) -> Tensor:
         points on every rank, `pos[mask_of(rows, pos)]` the same points where they are. Of equally
         far points the first in the source is chosen. Eldar et al. (1997).
 
-    Communication: one all-gather of a point a rank for each point.
+    Raises:
+        DomainError: on every rank, where any has points that are not finite.
+
+    Communication: one gather of objects; one all-gather of a point a rank for each point.
     """
     rows, sharding = _own(pos)
     if not 1 <= n <= sharding.total or not 0 <= start < sharding.total:
         raise MeshshardError(f"farthest_points: {n} from row {start} of {sharding.total} points")
     columns = rows.detach().to(torch.float64).T.contiguous()
+    sharding.domain.together(lambda: finite(columns.T.cpu().numpy()), "farthest_points")
     source = sharding.sources(rows.device)
     far = torch.full((sharding.own,), torch.inf, dtype=torch.float64, device=rows.device)
     first = torch.where(source == start, torch.inf, 0.0)
@@ -271,8 +280,9 @@ def _samples(rows: Tensor, sharding: Sharding, batch: Any, size: int | None) -> 
 
 
 def _sums(rows: Tensor, sample: Tensor, size: int) -> Tensor:
-    """Sum over own rows of each sample."""
-    return rows.new_zeros((size, *rows.shape[1:])).index_add(0, sample, rows)
+    """Sum over own rows of each sample, in float32 at least."""
+    kind = wide(rows.dtype)
+    return rows.new_zeros((size, *rows.shape[1:]), dtype=kind).index_add(0, sample, rows.to(kind))
 
 
 def _tops(rows: Tensor, sample: Tensor, size: int, domain: Domain | None) -> Tensor:
