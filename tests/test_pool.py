@@ -337,3 +337,14 @@ def test_a_nan_does_not_leave_other_ranks_waiting(ranks):
     every = ranks[2].failures(not_a_number_job)
     assert len(set(every)) == 1
     assert "DomainError: farthest_points: rank 0: 1 points are not finite: ids [1]" in every[0]
+
+
+def infinite_job():
+    x = draw(N, 3)
+    x[4, 0], x[:, 1] = torch.inf, -torch.inf
+    mine = shard(x, init_domain(), SIZES[2][0])
+    return bool(torch.equal(mnn.global_max_pool(mine), x.amax(0, keepdim=True)))
+
+
+def test_the_largest_of_infinite_numbers(ranks):
+    assert ranks[2].run(infinite_job) == [True, True]

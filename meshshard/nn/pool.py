@@ -76,10 +76,11 @@ def global_max_pool(x: Tensor, batch: Tensor | None = None, size: int | None = N
     sample, size = _samples(rows, sharding, batch, size)
     top = _tops(rows.detach(), sample, size, sharding.domain)
     hit = rows == top[sample]
-    above = torch.where(hit, rows - top[sample], 0.0)  # 0, with the gradient of the rows
+    inside = hit & top[sample].isfinite()  # inf - inf is none of 0
+    above = torch.where(inside, rows - top[sample], 0.0)  # 0, with the gradient of the rows
     sums = _sums(torch.stack([above, hit.to(rows.dtype)], 1), sample, size)
     sums = sharding.domain.all_reduce(sums)
-    top = torch.where(top == -torch.inf, 0.0, top)
+    top = torch.where((sums[:, 1] == 0) & (top == -torch.inf), 0.0, top)
     return top + (sums[:, 0] / sums[:, 1].detach().clamp_min(1)).to(top.dtype)
 
 
