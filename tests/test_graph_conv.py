@@ -398,7 +398,10 @@ def test_what_cannot_be_right_is_refused_by_name():
     wrong = ShardTensor.from_local(x[:9], Sharding(Domain(), [9]))
     with pytest.raises(MeshshardError, match=r"GCNConv: edge_weight .* is not divided as the 60"):
         convert(pyg.GCNConv(C, C))(x, graph, wrong)
-    for couple in (lambda x: x - x.mean(0), lambda x: x / x.norm(), lambda x: x.softmax(dim=0)):
+    for couple in (
+        lambda x: x - x.mean(0), lambda x: x / x.norm(), lambda x: x.softmax(dim=0),
+        lambda x: x @ (x.T @ x), lambda x: x - torch.einsum("nc->c", x),
+    ):  # fmt: skip
         conv = convert(Coupling(couple))
         with pytest.raises(NoShardRule, match=r"inside Coupling .*couples all rows"):
             conv(x, graph)
@@ -439,3 +442,25 @@ def median_job():
 
 def test_medians_of_a_users_convolution_on_an_empty_shard(ranks):
     assert max(ranks[3].run(median_job)) < 1e-12
+
+
+class Picking(MessagePassing):
+    """A user's, whose second message picks rows of what the first has made."""
+
+    def forward(self, x, edge_index):
+        h = self.propagate(edge_index, x=x, rows=x)
+        return self.propagate(edge_index, x=x @ torch.eye(C, dtype=x.dtype), rows=h)
+
+    def message(self, x_j, rows, edge_index_j):
+        return x_j * rows[edge_index_j]
+
+
+def picking_job():
+    domain = init_domain()
+    edges, graph, x, _ = sample(domain, directed=True)
+    got = convert(Picking())(own(x, graph.nodes), graph).gather().detach()
+    return farthest(got, Picking()(x, edges))
+
+
+def test_rows_that_a_message_picks_are_up_to_date(ranks):
+    assert max(ranks[3].run(picking_job)) < 1e-12

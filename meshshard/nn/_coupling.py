@@ -38,10 +38,32 @@ def _reduced(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str,
         return run.rings.graph.domain.all_reduce(func(x), "max")
     over = run.own and not isinstance(x, nn.Parameter) and _over_rows(func, x, args, kwargs)
     if over and run.kind(x.shape[0]):
-        what = f"{name_of(func)} over {tuple(x.shape)} inside {run.name}"
-        why = "it couples all rows, a convolution sees those near its own: do it outside"
-        raise refuse(what, (), None, why)
+        raise _refused(run, func, x)
     return func(*args, **kwargs)
+
+
+def _refused(run: Inside, func: Any, x: Tensor) -> Exception:
+    what = f"{name_of(func)} over {tuple(x.shape)} inside {run.name}"
+    why = "it couples all rows, a convolution sees those near its own: do it outside"
+    return refuse(what, (), None, why)
+
+
+def _product(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A product; refused where a user's contracts the rows."""
+    if run.own and len(run.rings.graph.indices) and not kwargs:
+        for x in _contracted(func, args):
+            if type(x) is Tensor and x.ndim <= 2 and run.kind(len(x)):
+                raise _refused(run, func, x)
+    return func(*args, **kwargs)
+
+
+def _contracted(func: Any, args: Any) -> list[Any]:
+    """Factors whose first dim is summed over."""
+    if func is not torch.einsum:
+        return [args[1]]
+    terms, _, out = str(args[0]).replace(" ", "").partition("->")
+    factors = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+    return [x for t, x in zip(terms.split(","), factors, strict=False) if t[:1] not in (out or t)]
 
 
 def _over_rows(func: Any, x: Tensor, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -64,4 +86,6 @@ COUPLING: dict[Any, Callable[..., Any]] = {
     },
     torch.linalg.vector_norm: _reduced,
     torch.linalg.norm: _reduced,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.einsum), _product),
+    **dict.fromkeys((torch.mm, Tensor.mm), _product),
 }

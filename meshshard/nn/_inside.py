@@ -81,6 +81,8 @@ class Inside(TorchFunctionMode):
         if not self.stale:
             return given
         names = {a[:-2] for a in (*conv._user_args, *conv._edge_user_args) if a.endswith("_j")}
+        for hook in ("message", "edge_update"):  # which may pick rows of its own
+            names |= set(conv.inspector.get_param_names(hook))
         read = sorted(names & given.keys())
         return given | {name: self.refreshed(given[name], conv.node_dim) for name in read}
 
@@ -88,7 +90,10 @@ class Inside(TorchFunctionMode):
         """Rows whose halo is fetched again; of a pair those of the sources."""
         if isinstance(x, (tuple, list)):
             return (self.refreshed(x[0], dim), *x[1:])
-        if not isinstance(x, Tensor) or x.shape[dim] != self.rings.n_rows:
+        if not isinstance(x, Tensor) or x.ndim == 0:
+            return x
+        dim = max(dim, -x.ndim)
+        if x.shape[dim] != self.rings.n_rows:
             return x
         own = x.movedim(dim, 0)[: self.rings.graph.sources.own]
         return self.rings.rows(own).movedim(0, dim)
