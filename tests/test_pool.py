@@ -348,3 +348,8 @@ def infinite_job():
 
 def test_the_largest_of_infinite_numbers(ranks):
     assert ranks[2].run(infinite_job) == [True, True]
+
+
+def test_means_of_more_rows_than_float32_can_count():
+    x = torch.full((1, 1), 3.0).expand(2**24 + 2**22, 1)
+    assert abs(float(mnn.global_mean_pool(x)) - 3) < 1e-5
