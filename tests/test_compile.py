@@ -9,6 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from meshshard.comm import DomainError, Exchange, init_domain
 from meshshard.comm.domain import counted
+from meshshard.models import Transolver, TransolverOptions
+from meshshard.nn import _slices
 from meshshard.tensor import ShardTensor, shard
 
 MESHES = 10
@@ -159,6 +161,25 @@ def sharded_job(how):
 @pytest.mark.parametrize(("size", "how"), [(2, "default"), (4, "dynamic"), (2, "module")])
 def test_a_compiled_model_on_a_sharded_tensor(ranks, size, how):
     assert max(ranks[size].run(sharded_job, how)) <= 1e-12
+
+
+def tiles_job():
+    """A Transolver whose rows go through tiles, compiled, given a ShardTensor."""
+    _slices.FEW = 0
+    domain = init_domain()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Transolver(6, 2, 16, 2, 4, 5, TransolverOptions(tile=4)).double()
+    run = torch.compile(model, backend="aot_eager")
+    sx, x = shard(whole(1), domain, (3, 11)).requires_grad_(), whole(1).requires_grad_()
+    got, want = run(sx).square().mean(), model(x).square().mean()
+    got.backward()
+    want.backward()
+    return max((got - want).abs().item(), (sx.grad.gather() - x.grad).abs().max().item())
+
+
+def test_a_compiled_model_in_tiles_on_a_sharded_tensor(ranks):
+    assert max(ranks[2].run(tiles_job)) <= 1e-12
 
 
 def rows_job():

@@ -8,6 +8,7 @@ from meshshard.comm import Domain, init_domain
 from meshshard.comm.domain import counted
 from meshshard.errors import MeshshardError
 from meshshard.models import GeoOptions, GeoTransolver
+from meshshard.models.geo_transolver import SliceTokens
 from meshshard.nn import _slices
 from meshshard.tensor import Sharding, ShardTensor
 
@@ -101,3 +102,19 @@ def test_the_geometry_matters():
     assert far(model(x, pos, geometry, numbers(3, 2) * 2), y) > 1e-4
     with pytest.raises(MeshshardError, match="context is 2 wide"):
         model(x, pos, geometry)
+
+
+def test_replaced_modules_are_heeded(monkeypatch):
+    """A hook that changes nothing leads through the modules; one that does, changes the output."""
+    monkeypatch.setattr(_slices, "FEW", 0)
+    model, given = small(), (numbers(N, 4), numbers(N, 3), numbers(M, 6), numbers(3, 2))
+    want = model(*given)
+    found = [m for m in model.modules() if isinstance(m, SliceTokens)]
+    assert found
+    for m in found:
+        hook = m.in_project_fx.register_forward_hook(lambda *_: None)
+        assert far(model(*given), want) <= 1e-12
+        hook.remove()
+        hook = m.in_project_fx.register_forward_hook(lambda m, x, y: 2 * y)
+        assert far(model(*given), want) > 1e-6
+        hook.remove()

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from meshshard.errors import MeshshardError
 from meshshard.models.transolver import MLP, Block, TransolverOptions, start
 from meshshard.nn import CrossSliceAttention, ball_query, grouped
+from meshshard.nn._built import as_built
 from meshshard.nn._passes import by_rows
 from meshshard.nn._slices import Piece, Run, means, summed
-from meshshard.nn.slice_attention import own_rows
+from meshshard.nn.slice_attention import of_heads, own_rows
 from meshshard.tensor import ShardGraph
+from meshshard.tensor.core import uncompiled
 from meshshard.tensor.tokens import merged
 
 __all__ = ["GeoOptions", "GeoTransolver"]
@@ -176,13 +178,27 @@ class SliceTokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, dim), sharded or plain, to (1, H, G, inner / H), the same on every rank."""
+        return uncompiled(self._forward, x)  # type: ignore[no-any-return]
+
+    def _forward(self, x: Tensor) -> Tensor:
         rows, sharding = own_rows(x, self.dim)
+        if not as_built(self):
+            sums = merged(sharding.domain, self._by_modules(x))
+            return means(sums, 1e-5, rows.dtype)
         run = Run.of(sharding, 512, False, False)
         modules = (self.in_project_x, self.in_project_fx, self.in_project_slice)
         tensors = [p for module in modules for p in module.parameters()]
         piece = Piece(_sums, (*tensors, self.temperature.view(-1, 1)))
         sums = merged(sharding.domain, by_rows(piece, run, rows, summed=True))
         return means(sums, 1e-5, rows.dtype)
+
+    def _by_modules(self, x: Tensor) -> Tensor:
+        """Sums over own rows, each module called: some were replaced, or carry hooks."""
+        heads = self.temperature.shape[1], -1
+        made = self.in_project_x(x).unflatten(-1, heads)
+        w = (self.in_project_slice(made) / self.temperature.view(-1, 1)).softmax(-1)
+        f = self.in_project_fx(x).unflatten(-1, heads)
+        return summed(of_heads(w, x), of_heads(f, x))
 
 
 def _sums(

@@ -17,6 +17,7 @@ from meshshard.nn._passes import apply, by_rows, infer
 from meshshard.nn._slices import Layer, Piece, Run
 from meshshard.nn.slice_attention import Noise, own_rows, tile_of, with_rows
 from meshshard.tensor import Sharding
+from meshshard.tensor.core import uncompiled
 
 __all__ = ["MLP", "Block", "Transolver", "TransolverOptions", "start"]
 
@@ -178,6 +179,9 @@ class Transolver(nn.Module):
 
     def _first(self, x: Tensor) -> Tensor:
         """The first hidden rows."""
+        return uncompiled(self._begun, x)  # type: ignore[no-any-return]
+
+    def _begun(self, x: Tensor) -> Tensor:
         if not _as_built(self.preprocess):
             return self.preprocess(x) + self.placeholder  # type: ignore[no-any-return]
         rows, sharding = own_rows(x, self.in_dim)
@@ -237,6 +241,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """(…, N, C) to the same, or to (…, N, out_dim)."""
+        return uncompiled(self._forward, x, context)  # type: ignore[no-any-return]
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> Tensor:
         if not _as_built(self):
             return self._by_modules(x, context)
         rows, sharding = own_rows(x, self.Attn.dim)

@@ -28,13 +28,14 @@ from meshshard.nn._slices import (
     same,
 )
 from meshshard.tensor import Sharding, ShardTensor
-from meshshard.tensor.core import refuse, wrap
+from meshshard.tensor.core import refuse, uncompiled, wrap
 from meshshard.tensor.random import numbers
 
 __all__ = [
     "VARIANTS",
     "CrossSliceAttention",
     "SliceAttention",
+    "of_heads",
     "own_rows",
     "tile_of",
     "with_rows",
@@ -125,6 +126,9 @@ class SliceAttention(nn.Module):
         Returns:
             Of the shape and kind of `x`.
         """
+        return uncompiled(self._forward, x, context)  # type: ignore[no-any-return]
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> Tensor:
         if not as_built(self):
             return self._by_modules(x, context)
         rows, sharding = own_rows(x, self.dim)
@@ -144,7 +148,7 @@ class SliceAttention(nn.Module):
                 logits = logits + with_rows(noise(whole)[0 if x.ndim == 2 else None], x)
         else:
             T, values = self._temperature(), self.in_project_fx(x).unflatten(-1, (self.heads, -1))
-        w, f = (_of_heads(a, x) for a in ((logits / T).softmax(-1), values))
+        w, f = (of_heads(a, x) for a in ((logits / T).softmax(-1), values))
         sums = Sums(run)
         for shard, part in run.tiles():
             sums.add(shard, w[:, :, part], f[:, :, part])
@@ -358,7 +362,7 @@ def _mixed(s: Tensor, *given: Tensor) -> Tensor:
     return both
 
 
-def _of_heads(a: Tensor, x: Tensor) -> Tensor:
+def of_heads(a: Tensor, x: Tensor) -> Tensor:
     """Own rows (B, H, n, …) of what was made of `x`, (…, N, H, …)."""
     local = a.to_local() if isinstance(a, ShardTensor) else a
     return (local if x.ndim == 3 else local[None]).transpose(1, 2)

@@ -323,4 +323,14 @@ def _eagerly(func: Any) -> None:
         dynamo.set_code_exec_strategy(func.__code__, dynamo._FrameExecStrategy(skip, skip))
 
 
+def uncompiled(call: Callable[..., Any], *given: Any) -> Any:
+    """The value of a call; where a tensor is sharded, Dynamo leaves it to run as it is."""
+    return _as_it_is(call, given) if sharded(given) else call(*given)
+
+
+def _as_it_is(call: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    return call(*given)
+
+
+_eagerly(_as_it_is)
 _eagerly(ShardTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
