@@ -32,6 +32,12 @@ def page_job(folder):
     return {n: x.numpy() for n, x in whole.items()}
 
 
+def test_the_page_says_what_the_check_of_a_convolution_prints(folder, capsys):
+    page_job(folder)
+    said = re.search(r"check_conv\(.*\) +# (.*)", PAGE.read_text("utf-8"))
+    assert capsys.readouterr().out == f"{said[1]}\n"
+
+
 def test_the_examples_are_the_same_on_two_ranks(ranks, folder):
     one = page_job(folder)
     for two in ranks[2].run(page_job, folder):
