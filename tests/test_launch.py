@@ -30,6 +30,7 @@ if domain.rank == 1:
     raise SystemExit(7)
 time.sleep(60)
 """
+ABOVE = "tensor([0., 0., 0., 0., 1., 1., 1., 1.])\n"
 
 
 def run(*words, cwd):
@@ -85,7 +86,26 @@ def test_the_training_of_the_documentation_is_the_same_on_two_ranks(tmp_path):
 
 def test_the_rule_of_the_documentation(capsys):
     exec(compile(example("custom_op"), "ranks.md", "exec"), {"__name__": "example"})
-    assert capsys.readouterr().out == "tensor([0., 0., 0., 0., 1., 1., 1., 1.])\n"
+    assert capsys.readouterr().out == ABOVE
+
+
+def test_the_rule_of_the_documentation_on_ranks(tmp_path):
+    (tmp_path / "rule.py").write_text(example("custom_op"))
+    done = run("launch", 3, "rule.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(ABOVE.strip()) == 3
+
+
+def test_the_compiled_layer_of_the_documentation(tmp_path, monkeypatch):
+    mesh = io.read(ROOT / "datasets/ahmed/run_8/boundary_8.vtp")
+    (tmp_path / "meshshard-demo").mkdir()
+    partition(mesh, 2).save(tmp_path / "meshshard-demo" / "boundary_1.shards")
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "example"}
+    source = example("torch.compile").replace("fullgraph", "backend='aot_eager', fullgraph")
+    exec(compile(source, "ranks.md", "exec"), names)
+    assert names["y"].shape == (mesh.n_cells, 8)
+    assert names["y"].gather().mean(0).abs().max() < 1e-5
 
 
 def test_the_page_of_rules_names_every_function():
