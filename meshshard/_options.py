@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import Any
 
-__all__ = ["numbers", "positive", "weld", "words"]
+__all__ = ["describe", "numbers", "positive", "weld", "words"]
 
 
 def positive(text: str) -> int:
@@ -46,3 +47,10 @@ def weld(text: str) -> float:
     if not 0 <= distance < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a distance nor no")
     return distance
+
+
+def describe(commands: Any) -> None:
+    """The help of a command begins with the line that the list of commands has of it."""
+    for listed in commands._choices_actions:
+        line = listed.help
+        commands.choices[listed.dest].description = f"{line[0].upper()}{line[1:]}."

@@ -15,7 +15,7 @@ def add_launch(commands: Any) -> None:
     """`meshshard launch N script.py …`."""
     p = commands.add_parser("launch", help="run a script on several ranks of this machine")
     p.set_defaults(run=_launch)
-    p.add_argument("ranks", type=_options.positive, metavar="N")
+    p.add_argument("ranks", type=_options.positive, metavar="N", help="number of ranks")
     p.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT …",
                    help="script.py or -m module, and its arguments")  # fmt: skip
 
@@ -24,7 +24,8 @@ def add_selftest(commands: Any) -> None:
     """`meshshard selftest --ranks N`."""
     p = commands.add_parser("selftest", help="prove that shards equal one process, gradients too")
     p.set_defaults(run=_selftest)
-    p.add_argument("--ranks", type=_options.positive, default=2, metavar="N", help="[2]")
+    p.add_argument("--ranks", type=_options.positive, default=2, metavar="N",
+                   help="number of ranks [2]")  # fmt: skip
     p.add_argument("--folder", metavar="DIR", help="of shards with cell fields [the demo's]")
 
 

@@ -75,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _rank_commands.add_launch(commands)
     _rank_commands.add_selftest(commands)
+    _options.describe(commands)
     return parser
 
 
@@ -104,34 +105,31 @@ def _add_partition(commands: Any) -> None:
     p.add_argument("--parts", type=_options.positive, metavar="K", help="number of shards")
     p.add_argument("--out", default=".", metavar="DIR", help="where NAME.shards goes [.]")
     cut = p.add_argument_group("how to cut")
-    cut.add_argument("--on", choices=("auto", "cells", "points"), default="auto", help="rows")
+    cut.add_argument("--on", choices=("auto", "cells", "points"), default="auto",
+                     help="what is sharded [auto: what has fields, cells first]")  # fmt: skip
     cut.add_argument(
-        "--method", default="metis", help="metis, morton, rcb, random, or a .part.K file"
+        "--method", default="metis", help="metis, morton, rcb, random, or a .part.K file [metis]"
     )
-    cut.add_argument("--objective", choices=("volume", "cut"), default="volume", help="of METIS")
-    cut.add_argument("--imbalance", type=float, default=1.005, metavar="B", help="[1.005]")
-    cut.add_argument("--seed", type=int, default=0, help="[0]")
+    cut.add_argument("--objective", choices=("volume", "cut"), default="volume",
+                     help="of METIS: rows sent, or edges cut [volume]")  # fmt: skip
+    cut.add_argument("--imbalance", type=float, default=1.005, metavar="B",
+                     help="largest load over the mean [1.005]")  # fmt: skip
+    cut.add_argument("--seed", type=int, default=0, help="of METIS and random [0]")
     cut.add_argument("--contiguous", action="store_true", help="ask METIS for connected parts")
     cut.add_argument("--weight", metavar="NAME", help="a field, or area, as the load")
-    cut.add_argument(
-        "--targets",
-        type=_options.numbers,
-        default=(),
-        metavar="2,1,1",
-        help="a share for each part",
-    )
+    cut.add_argument("--targets", type=_options.numbers, default=(), metavar="2,1,1",
+                     help="a share for each part")  # fmt: skip
     cut.add_argument("--knn", type=int, metavar="N", help="cut the graph of N nearest neighbours")
     cut.add_argument(
         "--halo", type=_options.positive, default=1, metavar="L", help="rings of halo rows [1]"
     )
     cut.add_argument(
-        "--order", choices=("file", "morton", "rcm"), default="file", help="rows in a shard"
+        "--order", choices=("file", "morton", "rcm"), default="file", help="rows in a shard [file]"
     )
     data = p.add_argument_group("what is read and written")
     data.add_argument("--fields", type=_options.words, metavar="A,B", help="keep these fields only")
-    data.add_argument(
-        "--weld", type=_options.weld, metavar="TOL|no", help="merge points of open edges within TOL"
-    )
+    data.add_argument("--weld", type=_options.weld, metavar="TOL|no",
+                      help="merge points of open edges within TOL")  # fmt: skip
     data.add_argument("--time", type=float, metavar="T", help="step of a file that holds several")
     data.add_argument("--vtk", action="store_true", help="also write pieces for ParaView")
     data.add_argument("--with-ghosts", action="store_true", help="pieces with their halo, flagged")
@@ -218,7 +216,7 @@ def _progress(
 def _add_info(commands: Any) -> None:
     p = commands.add_parser("info", help="what a file or a folder of shards holds")
     p.set_defaults(run=_info)
-    p.add_argument("path", metavar="FILE|DIR")
+    p.add_argument("path", metavar="FILE|DIR", help="mesh, cloud or folder of shards")
     p.add_argument("--time", type=float, metavar="T", help="step of a file that holds several")
     _add_output(p)
 
@@ -238,7 +236,7 @@ def _info(args: argparse.Namespace) -> int:
 def _add_validate(commands: Any) -> None:
     p = commands.add_parser("validate", help="prove a file or a folder of shards, byte by byte")
     p.set_defaults(run=_validate)
-    p.add_argument("paths", nargs="+", metavar="FILE|DIR")
+    p.add_argument("paths", nargs="+", metavar="FILE|DIR", help="meshes, folders of shards")
     p.add_argument("--strict", action="store_true", help="warnings count as errors")
     _add_output(p)
 
@@ -265,7 +263,7 @@ def _validate(args: argparse.Namespace) -> int:
 def _add_gather(commands: Any) -> None:
     p = commands.add_parser("gather", help="put shards together again, in the order of the file")
     p.set_defaults(run=_gather)
-    p.add_argument("folder", metavar="DIR")
+    p.add_argument("folder", metavar="DIR", help="of shards")
     p.add_argument("-o", "--output", required=True, metavar="FILE", help=".vtp, .vtu or .npz")
     p.add_argument("--source", metavar="IN", help="the file, for fields that were not sharded")
     p.add_argument("--with", dest="sets", action="append", metavar="NAME",
@@ -316,7 +314,7 @@ def _on_source(folder: Any, source: str) -> Any:
 def _add_view(commands: Any) -> None:
     p = commands.add_parser("view", help="look at a folder of shards")
     p.set_defaults(run=_view)
-    p.add_argument("folder", metavar="DIR")
+    p.add_argument("folder", metavar="DIR", help="of shards")
     p.add_argument("--png", metavar="FILE", help="write a picture")
     p.add_argument("--html", metavar="FILE", help="write a page that can be turned in a browser")
     p.add_argument("--show", action="store_true", help="open a window")
@@ -341,8 +339,10 @@ def _view(args: argparse.Namespace) -> int:
 def _add_demo(commands: Any) -> None:
     p = commands.add_parser("demo", help="the whole way on a small surface that comes along")
     p.set_defaults(run=_demo)
-    p.add_argument("--out", default="meshshard-demo", metavar="DIR", help="[meshshard-demo]")
-    p.add_argument("--parts", type=_options.positive, default=8, metavar="K", help="[8]")
+    p.add_argument("--out", default="meshshard-demo", metavar="DIR",
+                   help="where its files go [meshshard-demo]")  # fmt: skip
+    p.add_argument("--parts", type=_options.positive, default=8, metavar="K",
+                   help="number of shards [8]")  # fmt: skip
     _add_output(p)
 
 

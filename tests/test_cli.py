@@ -10,7 +10,7 @@ import pytest
 from samples import AHMED, ROOT, assert_bits, assert_same, meshshard, surface, volume
 
 from meshshard import io, store
-from meshshard.cli import main
+from meshshard.cli import build_parser, main
 from meshshard.mesh import Mesh
 
 
@@ -316,6 +316,14 @@ def test_version_and_help() -> None:
     for command in ("partition", "info", "validate", "gather", "view", "demo"):
         assert command in out
         assert meshshard(command, "--help")[0]
+
+
+def test_every_command_says_what_it_does_and_takes() -> None:
+    parser = build_parser()
+    (commands,) = (a.choices for a in parser._actions if isinstance(a.choices, dict))
+    for name, command in commands.items():
+        assert command.description, name
+        assert all(action.help for action in command._actions), name
 
 
 @pytest.mark.parametrize("run", [1, 2, 4, 5, 6, 8, 10, 11])
