@@ -78,9 +78,10 @@ class Quality:
         n, mb = sum(self.owned), self.bytes_per_exchange(128) / 1e6
         mean, most = sum(self.peers) / max(len(self.peers), 1), max(self.peers, default=0)
         split, k = sum(p > 1 for p in self.pieces), len(self.owned)
+        few = n // PAYS_FROM
         small = (
             f"warning: below about {PAYS_FROM:,} {self.entity} a rank, ranks cost more time than "
-            f"they save; use {max(1, n // PAYS_FROM)} or fewer for speed"
+            f"they save; use {f'{few} or fewer' if few > 1 else 'one'} for speed"
         )
         return [
             f"{n:,} {self.entity} in {len(self.owned)} shards, imbalance {self.imbalance:.4f}",

@@ -144,7 +144,7 @@ def test_merging_warns_where_ranks_are_uneven():
 
 
 def test_quality_warns_of_shards_too_small_to_pay():
-    assert "use 1 or fewer" in str(partition(SHEET, 2).quality)
+    assert "use one for speed" in str(partition(SHEET, 2).quality)
     assert "warning" not in str(partition(SHEET, 1).quality)
     assert "warning" not in str(partition(grid_surface(64, 128), 2).quality)
 
