@@ -18,7 +18,7 @@ from typing import Any
 from groups import above, environment, in_turn, on_ranks
 from measure import Record, compared, limited, show, store
 
-ROWS, ROUNDS = 100_000, 3
+ROWS, ROUNDS = 100_000, 5
 SMALL_ROWS = 20_000  # of the training section: the peer takes 157 kB a row
 SIZES = {(256, 8, 64): (1 / 1.35, 1 / 1.4, 1 / 4.5), (128, 8, 32): (1 / 1.7, 1 / 1.9, 1 / 4)}
 LAYERS = 8

@@ -166,11 +166,6 @@ class _Celled(NamedTuple):
         number[occupied] = np.arange(len(occupied))
         return _Celled(grid, points, grid.centres(occupied), number[cells])
 
-    def near(self, rows: Array, centres: Array, far: float) -> Array:
-        """Which of some points are within a distance of any of the centres."""
-        found = _tree(centres).query(self.points[rows], distance_upper_bound=widened(far))[0]
-        return np.asarray(found < np.inf)
-
     def rows(self, near: Array) -> Array:
         """Rows of the points in some of the cells, cell by cell: a tree is asked faster so."""
         rows = np.flatnonzero(near[self.cell])
@@ -286,18 +281,15 @@ def _within(there: _Celled, looks: Array) -> Array:
         return np.zeros(0, np.int64)
     if np.isinf(looks[:, -1]).any():
         return np.arange(len(there.points))
-    every = looks[:, -1]
-    far = every.max()
-    near = _beside(_tree(looks[:, :-1]), there.centres, far + there.grid.side)
-    rows = there.rows(near)
-    rows = rows[there.near(rows, looks[:, :-1], far)]  # most are too far for any
-    ranges, count = np.unique(every, return_counts=True)
-    kept = []
-    for far in ranges[np.argsort(-count, kind="stable")]:  # first those that find most of them
-        close = there.near(rows, looks[every == far, :-1], far)
-        kept.append(rows[close])
-        rows = rows[~close]
-    return np.sort(np.concatenate(kept))
+    centres, far = looks[:, :-1], looks[:, -1]
+    most = far.max()
+    rows = there.rows(_beside(_tree(centres), there.centres, most + there.grid.side))
+    # One more coordinate makes looks of all ranges alike: |p - c| <= far where
+    # |(p, 0) - (c, sqrt(most^2 - far^2))| <= most. What rounding adds is more, never less.
+    raised = np.column_stack([centres, np.sqrt(most**2 - far**2)])
+    points = np.column_stack([there.points[rows], np.zeros(len(rows))])
+    away = _tree(raised).query(points, distance_upper_bound=widened(most))[0]
+    return np.sort(rows[away < np.inf])
 
 
 def _beside(tree: cKDTree, points: Array, limit: Array | float) -> Array:
