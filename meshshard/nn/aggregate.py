@@ -107,11 +107,8 @@ class NeighbourSum:
     @staticmethod
     def of(graph: ShardGraph, mean: bool = False) -> NeighbourSum:
         """The plain sum or mean over the in-edges of a graph, kept as long as it is."""
-
-        def made() -> NeighbourSum:
-            return NeighbourSum(graph.exchange, graph.indptr, graph.indices, mean=mean)
-
-        return kept(graph, "mean" if mean else "sum", made)
+        given = graph.exchange, graph.indptr, graph.indices
+        return kept(graph, "mean" if mean else "sum", lambda: NeighbourSum(*given, mean=mean))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(own nodes, …) sums of (own sources, …) rows."""
