@@ -19,7 +19,7 @@ from typing import Any
 
 from exchange import KEEP, SMALL
 from groups import Call, above, environment, on_ranks
-from measure import Record, limited, show, store
+from measure import Record, limited, run
 
 WIDTH, HEADS, RANKS = 32, 1, 2
 TOKENS = (1_024, 4_096, 16_384, 65_536)
@@ -36,12 +36,7 @@ def main() -> None:
     results = Path(__file__).parent / "results" / "attention.json"
     parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
-    for name in given.only:
-        tables = {}
-        for title, rows in SECTIONS[name](given.tokens):
-            show(title, rows)
-            tables[title] = rows
-        store(given.json, {name: tables})
+    run(SECTIONS, given, given.tokens)
 
 
 def _layer() -> Any:

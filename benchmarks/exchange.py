@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from groups import Call, above, columns, environment, on_ranks
-from measure import Record, compared, in_child, limited, show, store
+from measure import Record, compared, in_child, limited, run
 from meshes import poly_surface
 
 POLYGONS, PARTS, CHANNELS = 1_000_000, 8, 128
@@ -36,12 +36,7 @@ def main() -> None:
     results = Path(__file__).parent / "results" / "exchange.json"
     parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
-    for name in given.only:
-        tables = {}
-        for title, rows in SECTIONS[name](given.polygons):
-            show(title, rows)
-            tables[title] = rows
-        store(given.json, {name: tables})
+    run(SECTIONS, given, given.polygons)
 
 
 def _partitioned(n: int, folder: Path) -> None:

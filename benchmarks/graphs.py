@@ -16,7 +16,7 @@ from typing import Any
 
 from exchange import together
 from groups import Call, environment, on_ranks
-from measure import Record, compared, in_child, show, store
+from measure import Record, compared, in_child, run
 from meshes import poly_surface
 
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
@@ -35,12 +35,7 @@ def main() -> None:
     results = Path(__file__).parent / "results" / "graphs.json"
     parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
-    for name in given.only:
-        tables = {}
-        for title, rows in SECTIONS[name](given):
-            show(title, rows)
-            tables[title] = rows
-        store(given.json, {name: tables})
+    run(SECTIONS, given, given)
 
 
 def grid(side: int) -> Any:

@@ -186,6 +186,21 @@ def _text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def run(
+    sections: dict[str, Callable[..., Iterator[tuple[str, list[Record]]]]],
+    given: Any,
+    *arguments: Any,
+) -> None:
+    """Print and store the tables of the sections that were asked for, each as it is done."""
+    for name in given.only:
+        tables = {}
+        for title, rows in sections[name](*arguments):
+            show(title, rows)
+            tables[title] = rows
+        if tables:
+            store(given.json, {name: tables})
+
+
 def store(path: Path, sections: dict[str, dict[str, list[Record]]]) -> None:
     """Put sections into a JSON file; those that were not measured this time stay as they are."""
     known = json.loads(path.read_text()) if path.exists() else {}

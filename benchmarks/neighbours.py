@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from groups import Call, environment, on_ranks
-from measure import Record, compared, in_child, limited, show, store
+from measure import Record, compared, in_child, limited, run
 
 POINTS, NEIGHBOURS = 1_000_000, 16
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
@@ -35,12 +35,7 @@ def main() -> None:
     results = Path(__file__).parent / "results" / "neighbours.json"
     parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
-    for name in given.only:
-        tables = {}
-        for title, rows in SECTIONS[name](given.points, given.rounds):
-            show(title, rows)
-            tables[title] = rows
-        store(given.json, {name: tables})
+    run(SECTIONS, given, given.points, given.rounds)
 
 
 def cloud(kind: str, n: int) -> Any:

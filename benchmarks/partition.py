@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import Record, Stages, alternately, compared, in_child, limited, show, spent, store
+from measure import Record, Stages, alternately, compared, in_child, limited, run, spent
 from meshes import GENERATORS
 
 from meshshard import partitions
@@ -52,12 +52,7 @@ def main() -> None:
     results = Path(__file__).parent / "results" / "partition.json"
     parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
-    for name in given.only:
-        tables = {}
-        for title, rows in SECTIONS[name](given.size):
-            show(title, rows)
-            tables[title] = rows
-        store(given.json, {name: tables} if tables else {})
+    run(SECTIONS, given, given.size)
 
 
 # ----------------------------------------------------------------------------------------- pipeline

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groups import Call, environment, on_ranks
-from measure import Record, in_child, show, store
+from measure import Record, in_child, run
 from meshes import poly_surface
 
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
@@ -51,12 +51,7 @@ def main() -> None:
     results = Path(__file__).parent / "results" / "scaling.json"
     parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
-    for name in given.only:
-        tables = {}
-        for title, rows in SECTIONS[name](given):
-            show(title, rows)
-            tables[title] = rows
-        store(given.json, {name: tables})
+    run(SECTIONS, given, given)
 
 
 def _partitioned(n: int, k: int, folder: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from groups import above, environment, in_turn, on_ranks
-from measure import Record, compared, limited, show, store
+from measure import Record, compared, limited, run
 
 ROWS, ROUNDS = 100_000, 5
 SMALL_ROWS = 20_000  # of the training section: the peer takes 157 kB a row
@@ -38,12 +38,7 @@ def main() -> None:
     results = Path(__file__).parent / "results" / "slices.json"
     parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
-    for name in given.only:
-        tables = {}
-        for title, rows in SECTIONS[name](given.rows):
-            show(title, rows)
-            tables[title] = rows
-        store(given.json, {name: tables})
+    run(SECTIONS, given, given.rows)
 
 
 # ---------------------------------------------------------------------------------------- the peer

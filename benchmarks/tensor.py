@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from groups import columns, environment, in_turn, on_ranks
-from measure import Record, alternately, compared, limited, show, spent, store
+from measure import Record, alternately, compared, limited, run, spent
 
 ROWS, WIDTH, RANKS = 64, 128, 2
 LAYERS = 4
@@ -39,12 +39,7 @@ def main() -> None:
     results = Path(__file__).parent / "results" / "tensor.json"
     parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
-    for name in given.only:
-        tables = {}
-        for title, rows in SECTIONS[name]():
-            show(title, rows)
-            tables[title] = rows
-        store(given.json, {name: tables})
+    run(SECTIONS, given)
 
 
 # --------------------------------------------------------------------------------------- operations

@@ -102,3 +102,40 @@ def test_traffic(ranks):
         for made, counts in zip(MADE, found[len(MADE) :], strict=True):
             back = {"accumulate": 1} if made in ("SAGEConv projected", "GCNConv narrower") else {}
             assert counts == [{"exchange": 1}, back]
+
+
+class Adapter(torch.nn.Module):
+    """As adapters are: it shows the weight of the layer that it adds to."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.more = layer, torch.nn.Linear(C, C, bias=False)
+
+    @property
+    def weight(self):
+        return self.layer.weight
+
+    @property
+    def bias(self):
+        return self.layer.bias
+
+    def forward(self, x):
+        return self.layer(x) + self.more(x)
+
+
+Adapter.__name__ = "Linear"
+
+
+@pytest.mark.parametrize(("make", "name"), [(pyg.SAGEConv, "lin_l"), (pyg.GCNConv, "lin")])
+@pytest.mark.parametrize("change", ["adapter", "forward"])
+def test_changed_layers_are_heeded(make, name, change):
+    edges, graph, x, _ = sample(init_domain(), True)
+    plain = make(C, C).double()
+    layer = getattr(plain, name)
+    if change == "adapter":
+        setattr(plain, name, Adapter(layer).double())
+    else:
+        kept = layer.forward
+        layer.forward = lambda rows: 2 * kept(rows)
+    want = plain(x, edges)
+    assert farthest(convert(plain)(x, graph).detach(), want.detach()) <= 1e-12

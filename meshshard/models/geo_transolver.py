@@ -15,7 +15,7 @@ from meshshard.nn import CrossSliceAttention, ball_query, grouped
 from meshshard.nn._built import as_built
 from meshshard.nn._passes import by_rows
 from meshshard.nn._slices import Piece, Run, means, summed
-from meshshard.nn.slice_attention import of_heads, own_rows
+from meshshard.nn.slice_attention import of_heads, own_rows, tile_of
 from meshshard.tensor import ShardGraph
 from meshshard.tensor.core import uncompiled
 from meshshard.tensor.tokens import merged
@@ -171,7 +171,7 @@ class SliceTokens(nn.Module):
 
     def __init__(self, dim: int, inner: int, heads: int, slices: int) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim, self.tile = dim, tile_of(None, heads, slices)
         self.in_project_x, self.in_project_fx = nn.Linear(dim, inner), nn.Linear(dim, inner)
         self.in_project_slice = nn.Linear(inner // heads, slices)
         self.temperature = nn.Parameter(torch.full((1, heads, 1, 1), 0.5))
@@ -185,7 +185,7 @@ class SliceTokens(nn.Module):
         if not as_built(self):
             sums = merged(sharding.domain, self._by_modules(x))
             return means(sums, 1e-5, rows.dtype)
-        run = Run.of(sharding, 512, False, False)
+        run = Run.of(sharding, self.tile, False, False)
         modules = (self.in_project_x, self.in_project_fx, self.in_project_slice)
         tensors = [p for module in modules for p in module.parameters()]
         piece = Piece(_sums, (*tensors, self.temperature.view(-1, 1)))

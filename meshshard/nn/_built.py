@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["as_built"]
+__all__ = ["as_built", "touched"]
 
 LENGTHS = {"to_out": 1, "linear_pre": 2, "proj_temperature": 4}  # of each sequence
 BARE = ("to_q", "to_k", "to_v")  # layers without a bias
@@ -20,13 +20,14 @@ def as_built(module: nn.Module, known: tuple[type[nn.Module], ...] = ()) -> bool
         known: types of larger modules inside, whose parts are looked at too.
     """
     return all(
-        not _touched(m) and (type(m) in known or _known(name.rpartition(".")[2], m))
+        not touched(m) and (type(m) in known or _known(name.rpartition(".")[2], m))
         for name, m in module.named_modules()
         if m is not module
     )
 
 
-def _touched(m: nn.Module) -> bool:
+def touched(m: nn.Module) -> bool:
+    """Whether a module carries hooks, or a forward of its own."""
     hooks = m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
     return any(hooks) or "forward" in vars(m)
 

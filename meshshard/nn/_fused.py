@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from meshshard.comm import linear
 from meshshard.nn._affine import affine
+from meshshard.nn._built import touched
 from meshshard.nn._sparse import Total, kept, starts
 from meshshard.nn.aggregate import NeighbourSum, aggregate, in_edges
 from meshshard.tensor import ShardGraph, ShardTensor
@@ -23,6 +24,7 @@ from meshshard.tensor import ShardGraph, ShardTensor
 __all__ = ["fused"]
 
 Known = Callable[[Any, Any, Any, ShardGraph], Any]
+PLAIN = ("torch.nn.modules.linear.Linear", "torch_geometric.nn.dense.linear.Linear")
 REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean", "max": "max"}
 
 
@@ -105,13 +107,12 @@ def _affine(
 
 
 def _simple(x: Any, *layers: Any) -> bool:
-    """Whether layers are plain products: nothing hooked to them, sharded or cast in between."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    """Whether layers are plain products: no adapters, nothing hooked to them, sharded or cast."""
     return not torch.is_autocast_enabled(x.device.type) and all(
-        lin.__class__.__name__ == "Linear"
+        f"{type(lin).__module__}.{type(lin).__name__}" in PLAIN
         and lin.weight.__class__ is Parameter
         and lin.weight.dtype == x.dtype
-        and not any(getattr(lin, name) for name in hooks)
+        and not touched(lin)
         for lin in layers
         if lin is not None
     )
@@ -127,8 +128,7 @@ def _gin(conv: Any, x: Any, target: Any, graph: ShardGraph) -> Any:
 def _gcn(conv: Any, x: Any, target: Any, graph: ShardGraph) -> Any:
     if conv.aggr not in ("add", "sum") or not conv.normalize or graph.sources is not graph.nodes:
         return None
-    narrower = conv.lin.weight.shape[0] < conv.lin.weight.shape[1]
-    if narrower or not _simple(x, conv.lin):
+    if not _simple(x, conv.lin) or conv.lin.weight.shape[0] < conv.lin.weight.shape[1]:
         return _added(_normalised(conv.lin(x), conv, graph), conv.bias)
     return _affine(_laplacian(conv, graph, x.dtype), (x, x), (conv.lin, conv.bias), None, graph)
 
