@@ -24,6 +24,7 @@ __all__ = [
     "damage_is_loud",
     "header_crc32",
     "hidden",
+    "is_foreign",
     "map_file",
     "read_manifest",
     "replacing",
@@ -84,6 +85,27 @@ def hidden(target: Path, *, force: bool) -> Iterator[Path]:
             _take_place(folder, target, force)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_foreign(target: Path) -> bool:
+    """Whether something is there that is no folder of shards.
+
+    Another writer may put its folder in the place of this one at any moment, so a manifest is
+    missing only if the same thing was there before and after the look.
+    """
+    while (before := _identity(target)) and not (target / MANIFEST).exists():
+        if before == _identity(target):
+            return True
+    return False
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """What tells one folder from another that took its name: an inode is soon used again."""
+    try:
+        found = path.stat()
+    except OSError:  # gone at this moment, or what writing will say
+        return None
+    return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
 def _take_place(folder: Path, target: Path, force: bool) -> None:

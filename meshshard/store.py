@@ -27,6 +27,7 @@ from meshshard._files import (
     damage_is_loud,
     header_crc32,
     hidden,
+    is_foreign,
     map_file,
     read_manifest,
     write_arrays,
@@ -76,7 +77,7 @@ def save(
     target = Path(path)
     if target.exists() and not force:
         raise StoreError(f"{target} is there already; --force (force=True) replaces it")
-    if target.exists() and not (target / MANIFEST).exists():
+    if is_foreign(target):
         raise StoreError(f"{target} is there and no folder of shards; choose another name")
     identity = uuid.uuid4().hex
     manifest = _manifest(partition, source)

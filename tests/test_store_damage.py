@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from samples import assert_same, cut, surface, volume
 
-from meshshard import report, store
+from meshshard import _files, report, store
 from meshshard.errors import MeshshardError, StoreError
 from meshshard.mesh import Mesh
 
@@ -291,3 +291,29 @@ def test_several_writers_at_once(tmp_path: Path) -> None:
     assert not wrong
     assert_same(store.load(target).check().gather(), mesh)
     assert [f.name for f in tmp_path.iterdir()] == ["x.shards"]
+
+
+def test_a_folder_that_changes_places_is_no_foreign_one(tmp_path: Path) -> None:
+    target = tmp_path / "x.shards"
+    done = threading.Event()
+
+    def renew() -> None:
+        old = tmp_path / "old"
+        while not done.is_set():
+            fresh = tmp_path / "new"
+            fresh.mkdir()
+            (fresh / "manifest.json").touch()
+            if target.exists():
+                target.rename(old)
+            fresh.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+
+    writer = threading.Thread(target=renew)
+    writer.start()
+    try:
+        assert not any(_files.is_foreign(target) for _ in range(20_000))
+    finally:
+        done.set()
+        writer.join()
+    (target / "manifest.json").unlink()
+    assert _files.is_foreign(target)
