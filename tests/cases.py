@@ -233,6 +233,15 @@ LAYERS = {
     "nn.TransformerEncoderLayer": lambda x, y, w, c, n: _layer(
         x, lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0)
     ),
+    "nn.LSTM of steps": lambda x, y, w, c, n: _layer(
+        torch.stack([x, y, x * y], 1), lambda: nn.LSTM(6, 4, 2, batch_first=True, proj_size=3)
+    )[0],
+    "nn.GRU state": lambda x, y, w, c, n: _layer(
+        torch.stack([x, y]), lambda: nn.GRU(6, 4, bidirectional=True)
+    )[1],
+    "nn.RNN state of state": lambda x, y, w, c, n: _layer(
+        torch.stack([x, y]), lambda: _Twice(nn.RNN(6, 4, nonlinearity="relu"))
+    ),
     "nn.CrossEntropyLoss": lambda x, y, w, c, n: nn.CrossEntropyLoss()(x, n),
     "nn.MSELoss": lambda x, y, w, c, n: nn.MSELoss()(x, y),
     "nn.SmoothL1Loss": lambda x, y, w, c, n: nn.SmoothL1Loss()(x, y),
@@ -250,6 +259,12 @@ REFUSED = {  # they couple all rows: refused by name, never wrong
     "index_add rows": lambda x, y, w, c, n: x.index_add(0, n, y),
     "roll rows": lambda x, y, w, c, n: x.roll(2, 0),
     "nn.GRU": lambda x, y, w, c, n: _layer(x, lambda: nn.GRU(6, 6))[0],
+    "nn.LSTM along rows": lambda x, y, w, c, n: _layer(
+        torch.stack([x, y]), lambda: nn.LSTM(6, 6, batch_first=True)
+    )[0],
+    "nn.LSTM dropout": lambda x, y, w, c, n: _layer(
+        torch.stack([x, y]), lambda: nn.LSTM(6, 6, 2, dropout=0.5)
+    )[0],
 }
 FAMILIES = {
     "pointwise": POINTWISE,
@@ -276,6 +291,17 @@ def _layer(x, make):
     """A layer with the same parameters on every rank."""
     torch.manual_seed(5)
     return make().double()(x)
+
+
+class _Twice(nn.Module):
+    """A recurrent layer that goes on from where it stopped."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x, self.layer(x)[1])[0]
 
 
 def _attention(x, y):

@@ -77,6 +77,17 @@ class Stack(nn.Module):
         return F.log_softmax(self.net(x, edge_index), -1)
 
 
+class Memory(nn.Module):
+    """Jumping knowledge by an LSTM over what each node was, layer by layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = pyg.GCN(C, 16, 3, 4, jk="lstm")
+
+    def forward(self, x, edge_index):
+        return F.log_softmax(self.net(x, edge_index), -1)
+
+
 class Isomorphism(nn.Module):
     """Nets inside convolutions, with batch norm, and a pool of groups."""
 
@@ -88,7 +99,7 @@ class Isomorphism(nn.Module):
         return F.log_softmax(self.net(x, edge_index), -1)
 
 
-MODELS = {model.__name__: model for model in (GCN, GAT, EdgeNet, Stack, Isomorphism)}
+MODELS = {model.__name__: model for model in (GCN, GAT, EdgeNet, Stack, Memory, Isomorphism)}
 
 
 def trained(model, x, graph, labels, steps=4):

@@ -407,6 +407,8 @@ def test_what_cannot_be_right_is_refused_by_name():
             conv(x, graph)
     row_by_row = convert(Coupling(lambda x: x.softmax(-1) / x.norm(dim=1, keepdim=True)))
     assert torch.isfinite(row_by_row(x, graph)).all()
+    with pytest.raises(NoShardRule, match="gives back its edges"):
+        convert(pyg.GATConv(C, C).double())(x, graph, return_attention_weights=True)
     with pytest.raises(NoShardRule, match="get_attention_loss"):
         convert(pyg.SuperGATConv(C, C)).get_attention_loss()
     with pytest.raises(NoShardRule, match=r"dropout inside APPNP"):

@@ -219,6 +219,8 @@ def test_wrong_arguments_are_named(monkeypatch):
     x = torch.zeros(4, 3)
     with pytest.raises(MeshshardError, match="0 neighbours"):
         ms_nn.knn_graph(x, 0)
+    with pytest.raises(MeshshardError, match=r"2\.5 neighbours; take a whole number"):
+        ms_nn.knn_graph(x, 2.5)
     with pytest.raises(MeshshardError, match="radius of -1"):
         ms_nn.radius_graph(x, -1)
     with pytest.raises(MeshshardError, match="positions are not numpy"):

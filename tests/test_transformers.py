@@ -138,6 +138,10 @@ MODULES = {
         lambda: nn.TransformerEncoder(layer()(), 2),
         lambda m, x, y, t: m(x[None], mask=upper(N), is_causal=True),
     ),
+    "padded encoder": (  # in eval() torch asks whether it may make nested tensors of the mask
+        lambda: nn.TransformerEncoder(layer()(), 2),
+        lambda m, x, y, t: m(x[None], src_key_padding_mask=(torch.arange(N) >= N - 2)[None]),
+    ),
     "decoder layer": (
         layer(nn.TransformerDecoderLayer),
         lambda m, x, y, t: m(x[None], y[None], tgt_mask=upper(N), tgt_is_causal=True),

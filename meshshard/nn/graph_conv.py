@@ -255,6 +255,8 @@ def _own(out: Any, rings: Rings, plain: bool, name: str) -> Any:
     found = {len(rings.names): rings.graph.edges, rings.n_to: rings.graph.nodes}.get(rows)
     if found is None or out.data_ptr() == rings.edge_index.data_ptr():
         why = f"a result {tuple(out.shape)} has neither a row for each node nor for each edge"
+        if out.dtype == torch.int64 and rows == 2:
+            why = "it gives back its edges, self-loops and all: without return_attention_weights"
         raise refuse(name, (), None, why)
     own = out[: found.own]
     return own if plain else ShardTensor.from_local(own, found)

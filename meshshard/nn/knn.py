@@ -8,6 +8,8 @@ own neighbour, others at its place are. The search itself has no gradient; `edge
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -160,9 +162,13 @@ def own_rows(x: Tensor) -> Tensor:
 
 
 def _counted(k: int, what: str) -> int:
-    if k < 1:
-        raise MeshshardError(f"{what}: {k} neighbours; take one or more")
-    return k
+    try:
+        count = operator.index(k)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise MeshshardError(f"{what}: {k!r} neighbours; take a whole number, one or more")
+    return count
 
 
 def _nearest(x: Side, y: Side | None, k: int, what: str) -> ShardGraph:

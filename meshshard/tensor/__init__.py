@@ -18,6 +18,7 @@ from meshshard.tensor import (
     pointwise,
     products,
     random,
+    recurrent,
     reductions,
     views,
 )
@@ -50,6 +51,7 @@ FAMILIES = {
     "losses": losses.RULES,
     "random": random.RULES,
     "grids": grids.RULES,
+    "recurrent": recurrent.RULES,
     "optimizers": optimizers.RULES,
     "attributes": attributes.RULES,
 }

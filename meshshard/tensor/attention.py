@@ -260,6 +260,11 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
     return out, seen
 
 
+def is_left_aligned(x: Any, mask: Any) -> bool:
+    """What nn.TransformerEncoder asks before it makes nested tensors of a mask: it shall not."""
+    return False
+
+
 def _heads(x: Any, heads: int) -> Any:
     """(rows, batch, width) to (batch, heads, rows, width of a head)."""
     return x.unflatten(-1, (heads, -1)).movedim(0, -2)
@@ -304,4 +309,5 @@ def _added(mask: Any, like: Tensor) -> Any:
 RULES: dict[Any, Rule] = {
     SDPA: scaled_dot_product_attention,
     MHA: multi_head_attention_forward,
+    torch._nested_tensor_from_mask_left_aligned: is_left_aligned,
 }
