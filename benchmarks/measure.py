@@ -210,9 +210,12 @@ def store(path: Path, sections: dict[str, dict[str, list[Record]]]) -> None:
 
 
 def _machine() -> dict[str, str]:
+    from torch.backends.cpu import get_cpu_capability  # how wide its vectors are decides much
+
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     cores = len(os.sched_getaffinity(0))
-    return {"system": f"{platform.system()} {platform.machine()}", "cores": str(cores)} | versions
+    system = f"{platform.system()} {platform.machine()}, {get_cpu_capability()}"
+    return {"system": system, "cores": str(cores)} | versions

@@ -148,6 +148,7 @@ def projection(given: argparse.Namespace) -> Tables:
         a_halo_row = two.halo_bytes / two.halo if two.halo else 0.0
         rows = []
         for ranks, (own, moved) in tables.items():
+            moved = moved if two.halo else 0
             travel = moved * a_halo_row + 2 * (ranks - 1) / ranks * two.other_bytes
             sent = travel / BANDWIDTH + two.messages * LATENCY * math.ceil(math.log2(ranks))
             step = own * a_row + sent

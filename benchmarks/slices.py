@@ -279,7 +279,7 @@ def _steps(rows: int, loops: int) -> tuple[float, float]:
         (Add.apply(peer(local).square().sum()) / (2 * rows)).backward()
 
     in_turn(1, 1, [mine, theirs])
-    rounds = in_turn(5, loops, [mine, theirs], time.perf_counter)
+    rounds = in_turn(9, loops, [mine, theirs], time.perf_counter)
     least_ours, least_peer = (min(column) for column in zip(*rounds, strict=True))
     return least_ours, least_peer
 
