@@ -185,7 +185,7 @@ def candidates(points: int, rounds: int) -> Tables:
 def _candidates(kind: str, n: int, order: Any, sizes: Any) -> tuple[int, int, int, int]:
     from meshshard import nn
     from meshshard.comm.domain import counted
-    from meshshard.nn import _search
+    from meshshard.nn.points import _search
 
     search: Any = _search
     x, _ = _sharded(kind, n, "", order, sizes)

@@ -20,7 +20,7 @@ C = CHANNELS
 
 
 def mlp(a, b):
-    return nn.Sequential(nn.Linear(a, b), nn.SiLU(), nn.Linear(b, b))
+    return nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, b))
 
 
 def _pna():

@@ -9,7 +9,8 @@ from test_graph_conv import compared
 
 from meshshard.comm import init_domain
 from meshshard.comm.domain import counted
-from meshshard.nn import _sparse, convert
+from meshshard.nn import convert
+from meshshard.nn.graph import _sparse
 from meshshard.tensor import ShardGraph, ShardTensor
 
 MADE = {

@@ -9,7 +9,7 @@ from meshshard.comm.domain import counted
 from meshshard.errors import MeshshardError
 from meshshard.models import GeoOptions, GeoTransolver
 from meshshard.models.geo_transolver import SliceTokens
-from meshshard.nn import _slices
+from meshshard.nn.slices import _layer
 from meshshard.tensor import Sharding, ShardTensor
 
 N, M = 60, 45
@@ -57,7 +57,7 @@ def found(model, given, domain, orders):
 
 
 def shards_job(sizes, few):
-    _slices.FEW = few
+    _layer.FEW = few
     domain, model = init_domain(), small()
     given = numbers(N, 4), numbers(N, 3), numbers(M, 6)
     same = torch.arange(N), torch.arange(M)
@@ -106,7 +106,7 @@ def test_the_geometry_matters():
 
 def test_replaced_modules_are_heeded(monkeypatch):
     """A hook that changes nothing leads through the modules; one that does, changes the output."""
-    monkeypatch.setattr(_slices, "FEW", 0)
+    monkeypatch.setattr(_layer, "FEW", 0)
     model, given = small(), (numbers(N, 4), numbers(N, 3), numbers(M, 6), numbers(3, 2))
     want = model(*given)
     found = [m for m in model.modules() if isinstance(m, SliceTokens)]

@@ -12,8 +12,8 @@ import meshshard.nn as ms_nn
 from meshshard.comm import Domain, DomainError, init_domain
 from meshshard.comm.domain import counted
 from meshshard.graph import knn_graph, radius_graph
-from meshshard.nn import _search
-from meshshard.nn._scan import dimension
+from meshshard.nn.points import _search
+from meshshard.nn.points._scan import dimension
 from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard
 from meshshard.tensor.core import MeshshardError
 

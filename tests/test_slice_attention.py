@@ -10,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from meshshard.comm import init_domain
 from meshshard.comm.domain import counted
 from meshshard.errors import MeshshardError
-from meshshard.nn import SliceAttention, _slices
+from meshshard.nn import SliceAttention
+from meshshard.nn.slices import _layer
 from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard
 
 DATA = Path(__file__).parent / "data"
@@ -46,8 +47,8 @@ def rows(*shape):
 @pytest.fixture(params=["ordinary", "tiled"])
 def few(request, monkeypatch):
     """Rows from which tiles are used."""
-    monkeypatch.setattr(_slices, "FEW", 1000 if request.param == "ordinary" else 0)
-    return _slices.FEW
+    monkeypatch.setattr(_layer, "FEW", 1000 if request.param == "ordinary" else 0)
+    return _layer.FEW
 
 
 # ------------------------------------------------------------------------------------------- oracle
@@ -105,7 +106,7 @@ def leaf(own, sharding, dim):
 
 
 def shards_job(sizes, variant, few, options):
-    _slices.FEW = few
+    _layer.FEW = few
     domain = init_domain()
     layer = attention(variant, tile=16, **options)
     context = rows(3, 24) if variant == "v1" else None
@@ -135,7 +136,7 @@ def test_shards_equal_the_whole(ranks, few, variant, size, options):
 
 
 def traffic_job(few, deterministic):
-    _slices.FEW = few
+    _layer.FEW = few
     domain = init_domain()
     layer = attention(deterministic=deterministic)
     x = shard(rows(97, 24), domain, (97, 0)).requires_grad_()
@@ -159,7 +160,7 @@ def test_one_message_each_way(ranks, few):
 # ------------------------------------------------------------------------------ second derivatives
 def residual_job(sizes, variant, few):
     """A loss with the Laplacian of an output by the coordinates, physics-informed."""
-    _slices.FEW = few
+    _layer.FEW = few
     domain = init_domain()
     layer = attention(variant, tile=16).eval()
     head = rows(24)
@@ -186,7 +187,7 @@ def test_second_derivatives(ranks, few, variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tiles_are_differentiable_to_any_order(monkeypatch, variant):
-    monkeypatch.setattr(_slices, "FEW", 0)
+    monkeypatch.setattr(_layer, "FEW", 0)
     layer = SliceAttention(4, 2, 3, variant=variant, tile=2).double().eval()
     x = rows(1, 5, 4).requires_grad_()
     assert torch.autograd.gradcheck(layer, x)
@@ -214,7 +215,7 @@ def test_context_is_attended_to(few):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_are_as_precise_as_whole_rows(monkeypatch, dtype):
     """Law 5: the distance to double precision is at most twice that of ordinary operations."""
-    monkeypatch.setattr(_slices, "FEW", 0)
+    monkeypatch.setattr(_layer, "FEW", 0)
     layer, x = attention(tile=64), rows(3000, 24)
     want = layer(x)
     layer, x = layer.to(dtype), x.to(dtype)
@@ -224,7 +225,7 @@ def test_tiles_are_as_precise_as_whole_rows(monkeypatch, dtype):
 
 
 def test_frozen_parameters_and_autocast(monkeypatch):
-    monkeypatch.setattr(_slices, "FEW", 0)
+    monkeypatch.setattr(_layer, "FEW", 0)
     layer = attention(tile=16).float()
     layer.in_project_fx.weight.requires_grad_(False)
     layer.to_out.requires_grad_(False)

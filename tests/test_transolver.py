@@ -18,7 +18,7 @@ from meshshard.comm import Domain, init_domain
 from meshshard.comm.domain import counted
 from meshshard.errors import MeshshardError
 from meshshard.models import Transolver, TransolverOptions
-from meshshard.nn import _slices
+from meshshard.nn.slices import _layer
 from meshshard.partitions import partition
 from meshshard.tensor import Sharding, ShardTensor, shard
 
@@ -51,8 +51,8 @@ def small(variant="v1", **options):
 @pytest.fixture(params=["ordinary", "tiled"])
 def few(request, monkeypatch):
     """Rows from which tiles are used."""
-    monkeypatch.setattr(_slices, "FEW", 1000 if request.param == "ordinary" else 0)
-    return _slices.FEW
+    monkeypatch.setattr(_layer, "FEW", 1000 if request.param == "ordinary" else 0)
+    return _layer.FEW
 
 
 # ------------------------------------------------------------------------------------------- oracle
@@ -143,7 +143,7 @@ def trained(model, x, context, average, steps=2):
 
 
 def training_job(sizes, variant, few, wrapper, batched):
-    _slices.FEW = few
+    _layer.FEW = few
     domain = init_domain()
     shape, dim = ((2, 97, 3), 1) if batched else ((97, 3), 0)
     context = rows(2, 4) if variant == "v1" else None
@@ -169,7 +169,7 @@ def test_training_equals_serial(ranks, few, variant, size):
 
 def fsdp_job(sizes, few):
     """Parameters sharded by FSDP2 over the ranks of the domain, blocks apart."""
-    _slices.FEW = few
+    _layer.FEW = few
     domain, model = init_domain(), small(tile=16)
     alone = shard(rows(97, 3), Domain(), (97,)).requires_grad_()
     want = trained(copy.deepcopy(model), alone, None, lambda: None)
@@ -186,7 +186,7 @@ def test_training_with_sharded_parameters(ranks, few):
 
 
 def traffic_job(few):
-    _slices.FEW = few
+    _layer.FEW = few
     domain = init_domain()
     model = small()
     x = shard(rows(97, 3), domain, (97, 0)).requires_grad_()
@@ -251,7 +251,7 @@ def test_the_defaults_work():
 
 def test_tiles_keep_the_input_of_a_block(monkeypatch):
     """What autograd keeps from forward to backward: rows of inputs, else tokens."""
-    monkeypatch.setattr(_slices, "FEW", 0)
+    monkeypatch.setattr(_layer, "FEW", 0)
     model, n = small(tile=16), 640
     kept = {}
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from meshshard.errors import MeshshardError
-from meshshard.nn.coarsen import Level
-from meshshard.nn.mesh_block import MeshBlock, mlp
+from meshshard.nn.graph.coarsen import Level
+from meshshard.nn.graph.mesh_block import MeshBlock, mlp
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 
 __all__ = ["MeshGraphNet", "MultiScaleGraphNet"]

@@ -3,27 +3,39 @@
 They take ShardTensors, or plain tensors, and give back the same kind. Each says what it sends.
 """
 
-from meshshard.nn.aggregate import aggregate
 from meshshard.nn.attention import Bottleneck
-from meshshard.nn.checks import Consistency, ConvCheck, check_consistency, check_conv
-from meshshard.nn.coarsen import Level, cluster, cluster_around, coarsen
-from meshshard.nn.convert import convert
-from meshshard.nn.deep import Deepened
-from meshshard.nn.grid import Box, grid_from_points, points_from_grid
-from meshshard.nn.interpolate import knn_interpolate
-from meshshard.nn.knn import ball_query, edge_vectors, grouped, knn, knn_graph, radius_graph
-from meshshard.nn.mesh_block import MeshBlock
+from meshshard.nn.conv import (
+    Consistency,
+    ConvCheck,
+    Deepened,
+    check_consistency,
+    check_conv,
+    convert,
+)
+from meshshard.nn.graph import Level, MeshBlock, aggregate, cluster, cluster_around, coarsen
+from meshshard.nn.points import (
+    Box,
+    ball_query,
+    edge_vectors,
+    farthest_points,
+    grid_from_points,
+    grouped,
+    knn,
+    knn_graph,
+    knn_interpolate,
+    mask_of,
+    points_from_grid,
+    radius_graph,
+    random_points,
+)
 from meshshard.nn.pool import (
     AttentionPool,
     attention_pool,
-    farthest_points,
     global_add_pool,
     global_max_pool,
     global_mean_pool,
-    mask_of,
-    random_points,
 )
-from meshshard.nn.slice_attention import CrossSliceAttention, SliceAttention
+from meshshard.nn.slices import CrossSliceAttention, SliceAttention
 
 __all__ = [
     "AttentionPool",

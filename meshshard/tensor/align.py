@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshshard.comm import Domain
+from meshshard.errors import MeshshardError
 from meshshard.tensor.core import Sharding, ShardTensor, refuse, sharded
 
-__all__ = ["aligned", "alike", "dim_of", "global_shape", "own_rows", "shape_of"]
+__all__ = [
+    "aligned", "alike", "dim_of", "global_shape", "own_rows", "rows_and_sharding", "shape_of",
+]  # fmt: skip
 
 
 def alike(func: Any, args: Any, kwargs: Any = None) -> ShardTensor:
@@ -99,3 +103,16 @@ def native_shape(x: Tensor) -> torch.Size:
     """Local shape, asked without a rule."""
     with _native():
         return x.shape
+
+
+def rows_and_sharding(x: Any) -> tuple[Tensor, Sharding]:
+    """Own rows and how rows are divided, a plain tensor being that of one rank.
+
+    Raises:
+        MeshshardError: another dim than the first is sharded.
+    """
+    if type(x) is not ShardTensor:
+        return x, Sharding(Domain(), [len(x)])
+    if x.sharded_dim != 0:
+        raise MeshshardError(f"rows must be the first dim, they are dim {x.sharded_dim}")
+    return x.to_local(), x.sharding

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from meshshard.comm import linear
-from meshshard.nn._affine import affine
 from meshshard.nn._built import touched
-from meshshard.nn._sparse import Total, kept, starts
-from meshshard.nn.aggregate import NeighbourSum, aggregate, in_edges
+from meshshard.nn.conv._affine import affine
+from meshshard.nn.graph._sparse import Total, kept, starts
+from meshshard.nn.graph.aggregate import NeighbourSum, aggregate, in_edges
 from meshshard.tensor import ShardGraph, ShardTensor
 
 __all__ = ["fused"]

@@ -7,16 +7,14 @@ by name. Functions of single rows, of one edge or along the edges of one node ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from meshshard.nn.conv._inside import Inside, Rule
 from meshshard.tensor.core import ShardTensor, name_of, refuse
-
-if TYPE_CHECKING:
-    from meshshard.nn._inside import Inside
 
 __all__ = ["COUPLING"]
 
@@ -80,7 +78,7 @@ def _over_rows(func: Any, x: Tensor, args: Any, kwargs: dict[str, Any]) -> bool:
     return any(isinstance(d, int) and d % x.ndim == 0 for d in every) or not every
 
 
-COUPLING: dict[Any, Callable[..., Any]] = {
+COUPLING: dict[Any, Rule] = {
     **{
         f: _reduced for n in NAMES for h in (torch, Tensor, F) if callable(f := getattr(h, n, None))
     },

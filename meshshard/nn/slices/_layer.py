@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.tensor import Sharding
-from meshshard.tensor.tokens import merged, merged_in_order
+from meshshard.tensor.tokens import merged, merged_in_order, wide
 
 __all__ = [
     "FEW",
@@ -30,7 +30,6 @@ __all__ = [
     "only_answer",
     "same",
     "summed",
-    "wide",
 ]
 
 FEW = 4096  # rows of the largest rank up to which tiles do not pay: benchmarks/slices.py, step
@@ -214,11 +213,6 @@ def only_answer(x: Tensor, answer: Tensor) -> tuple[None, Tensor]:
 def same(x: Tensor) -> Tensor:
     """No norm."""
     return x
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over many rows are kept in."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def means(total: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

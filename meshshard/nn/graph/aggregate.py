@@ -15,7 +15,7 @@ from torch import Tensor
 from meshshard.comm import Exchange, linear
 from meshshard.comm.exchange import Running
 from meshshard.errors import MeshshardError
-from meshshard.nn._sparse import Total, kept, largest, starts
+from meshshard.nn.graph._sparse import Total, kept, largest, starts
 from meshshard.tensor import ShardGraph, ShardTensor
 
 __all__ = ["NeighbourSum", "aggregate", "in_edges"]

@@ -13,8 +13,8 @@ from meshshard.comm import Domain
 from meshshard.errors import DomainError, MeshshardError
 from meshshard.mesh import Array
 from meshshard.neighbours import Cloud, finite, squared_length, widened
-from meshshard.nn._scan import Scan, dimension
-from meshshard.nn._voxels import Rows, fetch
+from meshshard.nn.points._scan import Scan, dimension
+from meshshard.nn.points._voxels import Rows, fetch
 from meshshard.tensor import Sharding, ShardTensor
 from meshshard.tensor.core import refuse
 

@@ -1,28 +1,23 @@
 """Inside: what is true while a plain convolution runs on the rings of a shard.
 
-Halo rows are refreshed before each further propagate. Draws are keyed by the edge or the row in the
-source, and norms over rows see own rows of all ranks, so that neither depends on the partition.
+Halo rows are refreshed before each further propagate; some functions are answered by rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshshard.comm import linear
-from meshshard.nn._coupling import COUPLING
-from meshshard.nn._rings import Rings, padded
-from meshshard.nn._sparse import largest
-from meshshard.tensor.core import Sharding, ShardTensor, native, refuse, wrap
+from meshshard.nn.conv._rings import Rings, padded
+from meshshard.tensor.core import refuse
 
-__all__ = ["RUNNING", "Inside", "own_rows"]
+__all__ = ["RUNNING", "Inside", "Rule"]
 
+Rule = Callable[["Inside", Callable[..., Any], Any, dict[str, Any]], Any]
 RUNNING: ContextVar[Inside | None] = ContextVar("meshshard convolution", default=None)
 
 
@@ -32,15 +27,18 @@ class Inside(TorchFunctionMode):
     Attributes:
         rings: rows and edges that it sees.
         name: what to call the convolution in errors.
+        rules: what answers a torch function, given the run, it and its arguments.
         own: whether it is a user's, so that nothing is known of it.
         edge_index: what it propagates along at the moment.
         within: whether it does so just now.
         stale: whether halo rows have to be fetched again before they are read.
     """
 
-    def __init__(self, rings: Rings, name: str, own: bool = False) -> None:
+    def __init__(
+        self, rings: Rings, name: str, rules: Mapping[Any, Rule], own: bool = False
+    ) -> None:
         super().__init__()
-        self.rings, self.name, self.own = rings, name, own
+        self.rings, self.name, self.rules, self.own = rings, name, rules, own
         self.edge_index = rings.edge_index
         self.within = self.stale = False
 
@@ -58,8 +56,8 @@ class Inside(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Draws and norms by our rules, the rest as it is."""
-        rule = _RULES.get(func)
+        """What has a rule by it, the rest as it is."""
+        rule = self.rules.get(func)
         if rule is None:
             return func(*args, **(kwargs or {}))
         return rule(self, func, args, kwargs or {})
@@ -125,82 +123,3 @@ class Inside(TorchFunctionMode):
             places = padded(graph.nodes.sources(graph.device), self.rings.n_to)
         names: Tensor = (places[to] << 32) + self.rings.origins[source]
         return names
-
-
-def _dropout(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    x = args[0] if args else kwargs.pop("input")
-    if type(x) is ShardTensor:
-        return func(x, *args[1:], **kwargs)
-    given = dict(zip(("p", "training", "inplace"), args[1:], strict=False))
-    given |= {"training" if name == "train" else name: value for name, value in kwargs.items()}
-    if not given.get("training", True) or given.get("p", 0.5) == 0:
-        return x
-    keys, dim = run.keys(x)
-    domain = run.rings.graph.domain
-    mine = [len(keys) * (rank == domain.rank) for rank in range(domain.size)]
-    keyed = Sharding(domain, mine, keys)
-    out = F.dropout(wrap(x.view_as(x), keyed, dim), given.get("p", 0.5))
-    with native():
-        return out.view_as(out)
-
-
-def _batch_norm(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    x = args[0] if args else kwargs["input"]
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    by_row = not given.get("training", False) and given.get("running_mean") is not None
-    if type(x) is ShardTensor or by_row:
-        return func(*args, **kwargs)
-    given.pop("input")
-    tail = args[len(names) :]
-    rest = [given.pop(name) for name in names[1:] if name in given and len(args) > 1]
-    return own_rows(run, x, lambda own: func(own, *rest, *tail, **given))
-
-
-def own_rows(run: Inside, x: Tensor, norm: Callable[[Any], Any]) -> Tensor:
-    """A function that couples rows, on the own rows of all ranks; zeros behind them.
-
-    What was derived of halo rows has to be fetched again.
-    """
-    graph, kind = run.rings.graph, run.kind(x.shape[0])
-    if not kind or (kind == "edges" and run.edge_index is not run.rings.edge_index):
-        raise run.refused("a norm over rows", x)
-    sharding = {"rows": graph.sources, "nodes": graph.nodes, "edges": graph.edges}[kind]
-    run.stale |= kind == "rows"
-    out = norm(ShardTensor.from_local(x[: sharding.own], sharding))
-    return padded(out.to_local(), x.shape[0])
-
-
-def _scatter(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Sums and maxima of the rows of edges at their destinations, by a sparse product."""
-    names = ("self", "dim", "index", "src", "reduce")
-    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-    out, index, src = given["self"], given.get("index"), given.get("src")
-    how = given.get("reduce", "sum")
-    op = run.rings.arriving if run.edge_index is run.rings.edge_index else None
-    known = how in ("sum", "amax") and (how == "sum" or given.get("include_self") is False)
-    if op is None or not known or not _along_edges(run, out, index, src, given["dim"]):
-        return func(*args, **kwargs)
-    assert isinstance(src, Tensor)
-    return out.add_(linear.apply(op, src) if how == "sum" else largest(op, src))
-
-
-def _along_edges(run: Inside, out: Any, index: Any, src: Any, dim: int) -> bool:
-    """Whether rows go to the destinations of all edges."""
-    rings = run.rings
-    to = rings.edge_index[1]
-    if not isinstance(src, Tensor) or not src.is_floating_point() or type(src) is ShardTensor:
-        return False
-    same = index.data_ptr() == to.data_ptr() and index.shape == src.shape
-    steps = all(step == 0 for step in index.stride()[1:])
-    return bool(same and steps and dim % src.ndim == 0 and out.shape[0] == rings.n_to)
-
-
-_RULES: dict[Any, Callable[..., Any]] = {
-    F.dropout: _dropout,
-    torch.dropout: _dropout,
-    F.batch_norm: _batch_norm,
-    Tensor.scatter_add_: _scatter,
-    Tensor.scatter_reduce_: _scatter,
-    **COUPLING,
-}

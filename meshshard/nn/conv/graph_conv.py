@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from meshshard.errors import MeshshardError
-from meshshard.nn._fused import fused
-from meshshard.nn._inside import RUNNING, Inside
-from meshshard.nn._rings import Rings, bipartite, padded, rings_of
-from meshshard.nn._subclass import is_changed, reclass
+from meshshard.nn.conv._fused import fused
+from meshshard.nn.conv._inside import RUNNING, Inside
+from meshshard.nn.conv._rings import Rings, bipartite, padded, rings_of
+from meshshard.nn.conv._rules import RULES
+from meshshard.nn.conv._subclass import is_changed, reclass
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 from meshshard.tensor.core import _eagerly, refuse
 
@@ -162,7 +163,7 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
     if bipartite(graph) and "size" in names and local.get("size") is None:
         local["size"] = (rings.n_rows, rings.n_to)
     unknown = not type(conv).__module__.startswith("torch_geometric.")
-    with Inside(rings, name, unknown):
+    with Inside(rings, name, RULES, unknown):
         out = forward(**local)
     plain = not any(_is_sharded(a) for a in given.values())
     return _own(out, rings, plain, name)

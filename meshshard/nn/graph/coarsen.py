@@ -14,8 +14,8 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
-from meshshard.nn._sparse import starts
-from meshshard.nn.aggregate import aggregate
+from meshshard.nn.graph._sparse import starts
+from meshshard.nn.graph.aggregate import aggregate
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 
 __all__ = ["Level", "cluster", "cluster_around", "coarsen"]

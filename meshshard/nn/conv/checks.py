@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshshard.comm import Domain, simulate
 from meshshard.errors import MeshshardError
-from meshshard.nn.convert import convert
+from meshshard.nn.conv.convert import convert
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 
 __all__ = ["Consistency", "ConvCheck", "check_consistency", "check_conv"]

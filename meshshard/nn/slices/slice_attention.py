@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -15,17 +12,17 @@ from torch import Tensor, nn
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.nn._built import as_built
-from meshshard.nn._passes import apply
-from meshshard.nn._slices import (
-    Layer,
-    Piece,
-    Run,
-    Sums,
-    by_heads,
-    collected,
-    means,
-    only_answer,
-    same,
+from meshshard.nn.slices._layer import Layer, Piece, Run, Sums, collected, means, only_answer, same
+from meshshard.nn.slices._passes import apply
+from meshshard.nn.slices._stages import (
+    Adaptive,
+    Fixed,
+    Noise,
+    attended,
+    attention,
+    looked_up,
+    mixed,
+    norm_of,
 )
 from meshshard.tensor import Sharding, ShardTensor
 from meshshard.tensor.core import refuse, uncompiled, wrap
@@ -36,15 +33,13 @@ __all__ = [
     "CrossSliceAttention",
     "SliceAttention",
     "of_heads",
-    "own_rows",
+    "rows_of",
     "tile_of",
     "with_rows",
 ]
 
 VARIANTS = {"v1": 1e-5, "plus": 1e-5, "physicsnemo": 1e-2}  # what is added to a slice's weight
 WEIGHTS = 2**18  # of a tile: a megabyte, which stays in the cache; benchmarks/slices.py
-Noise = Callable[[slice], Tensor]
-Parts = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]  # to q, k, v
 
 
 class SliceAttention(nn.Module):
@@ -131,13 +126,13 @@ class SliceAttention(nn.Module):
     def _forward(self, x: Tensor, context: Tensor | None) -> Tensor:
         if not as_built(self):
             return self._by_modules(x, context)
-        rows, sharding = own_rows(x, self.dim)
+        rows, sharding = rows_of(x, self.dim)
         layer = self.layer(self.noise(rows, sharding), context)
         return with_rows(apply(layer, self.run(sharding), rows), x)
 
     def _by_modules(self, x: Tensor, context: Tensor | None) -> Tensor:
         """The same, each module called; by ordinary operations on all rows."""
-        rows, sharding = own_rows(x, self.dim)
+        rows, sharding = rows_of(x, self.dim)
         whole, run = slice(0, rows.shape[1]), replace(self.run(sharding), tile=0)
         made = self.in_project_x(x).unflatten(-1, (self.heads, -1))
         logits = self.in_project_slice(made)
@@ -194,7 +189,7 @@ class SliceAttention(nn.Module):
             weight = (weight.view(self.heads, -1) / T).view_as(weight)
             bias = (bias.view(self.heads, -1) / T).view(-1)
         return Layer(
-            _norm_of(norm),
+            norm_of(norm),
             Piece(F.linear, (weight, bias)),
             self._slices(noise),
             self._answers(context),
@@ -205,8 +200,8 @@ class SliceAttention(nn.Module):
         )
 
     def _answers(self, context: Tensor | None) -> Piece:
-        attended = (self.to_q.weight, self.to_k.weight, self.to_v.weight)
-        return Piece(_attention, attended if context is None else (*attended, context))
+        own = (self.to_q.weight, self.to_k.weight, self.to_v.weight)
+        return Piece(attention, own if context is None else (*own, context))
 
     def _temperature(self) -> Tensor:
         T = self.temperature.view(self.heads, 1)
@@ -216,9 +211,9 @@ class SliceAttention(nn.Module):
         s = self.in_project_slice
         if self.variant == "plus":
             temperature = (*self.proj_temperature.parameters(), self.bias.view(-1, 1))
-            return Piece(_Adaptive(noise), (s.weight, s.bias, *temperature))
+            return Piece(Adaptive(noise), (s.weight, s.bias, *temperature))
         values = self.in_project_fx.weight, self.in_project_fx.bias
-        return Piece(_Fixed(), (s.weight, s.bias / self._temperature(), *values))
+        return Piece(Fixed(), (s.weight, s.bias / self._temperature(), *values))
 
 
 class CrossSliceAttention(SliceAttention):
@@ -262,7 +257,7 @@ class CrossSliceAttention(SliceAttention):
             return super()._answers(None)
         own = (self.to_q.weight, self.to_k.weight, self.to_v.weight)
         cross = [p for m in (self.cross_q, self.cross_k, self.cross_v) for p in m.parameters()]
-        return Piece(_mixed, (*own, *cross, self.state_mixing, context))
+        return Piece(mixed, (*own, *cross, self.state_mixing, context))
 
     def _answered(self, s: Tensor, context: Tensor | None) -> Tensor:
         own = super()._answered(s, None)
@@ -270,96 +265,7 @@ class CrossSliceAttention(SliceAttention):
             return own
         q, k, v = self.cross_q(s), self.cross_k(context), self.cross_v(context)
         share = self.state_mixing.sigmoid()
-        return share * own + (1 - share) * _looked_up(q, k, v)
-
-
-class _Fixed:
-    """Weights and values of rows, of one temperature for each head."""
-
-    def __call__(
-        self, z: Tensor | None, m: Tensor, rows: slice, wanted: bool, *given: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """(B, H, n, G) and, where wanted, (B, H, n, D)."""
-        ws, bs, wf, bf = given
-        h = by_heads(m, len(bs))
-        bias = bs[:, None].expand(len(m), -1, -1, -1).flatten(0, 1)
-        keys = ws.t().expand(len(bias), -1, -1)
-        logits = torch.baddbmm(bias, h.flatten(0, 1), keys)
-        w = logits.softmax(-1).view(*h.shape[:3], len(ws))
-        return w, by_heads(F.linear(z, wf, bf), len(bs)) if wanted and z is not None else None
-
-    def collected(self, m: Tensor, rows: slice, answers: Tensor, *given: Tensor) -> Tensor:
-        """What rows collect, (B, n, C), without a gradient.
-
-        Rows attend to the slices, whose keys are the weights' linear map: one fused attention.
-        """
-        ws, bs = (t.detach() for t in given[:2])  # else torch would take its slower way
-        q = by_heads(m, len(bs))
-        shape = *q.shape[:3], len(ws)
-        k, bias = ws.expand(*q.shape[:2], -1, -1), bs[:, None].expand(shape)
-        o = F.scaled_dot_product_attention(q, k, answers, attn_mask=bias, scale=1.0)
-        return o.transpose(1, 2).flatten(2)
-
-
-@dataclass(frozen=True)
-class _Adaptive:
-    """Weights and values of rows, with a temperature for every row and head, and noise."""
-
-    noise: Noise | None
-
-    def __call__(
-        self, z: Tensor | None, m: Tensor, rows: slice, wanted: bool, *given: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(B, H, n, G) and (B, H, n, D)."""
-        ws, bs, w0, b0, w2, b2, bias = given
-        f = m.view(*m.shape[:2], len(bias), ws.shape[1])
-        T = F.gelu(F.linear(F.gelu(F.linear(f, w0, b0)), w2, b2)) + bias
-        logits = F.linear(f, ws, bs)
-        if self.noise is not None:
-            logits = logits + self.noise(rows)
-        w = (logits / T.clamp(min=0.01)).softmax(-1)
-        return w.transpose(1, 2), f.transpose(1, 2)
-
-    def collected(self, m: Tensor, rows: slice, answers: Tensor, *given: Tensor) -> Tensor:
-        """What rows collect: (B, n, C)."""
-        return collected(self(None, m, rows, False, *given)[0], answers)
-
-
-def _norm_of(norm: nn.LayerNorm | None) -> Piece:
-    return (
-        Piece(same) if norm is None else Piece(partial(_normed, norm.eps), (norm.weight, norm.bias))
-    )
-
-
-def _normed(eps: float, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def _attention(s: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, *context: Tensor) -> Tensor:
-    q, k, v = (partial(F.linear, weight=w) for w in (wq, wk, wv))
-    return attended(s, (q, k, v), *context)
-
-
-def attended(s: Tensor, parts: Parts, context: Tensor | None = None) -> Tensor:
-    """Slices (B, H, G, D) attend to each other, and to tokens (M, C) or (B, M, C) besides."""
-    to, (query, key, value) = s, parts
-    if context is not None:
-        heads = context.reshape(-1, context.shape[-2], s.shape[1], s.shape[3]).transpose(1, 2)
-        to = torch.cat([to, heads.expand(len(s), -1, -1, -1)], 2)
-    return _looked_up(query(s), key(to), value(to))
-
-
-def _looked_up(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    answers: Tensor = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v
-    return answers
-
-
-def _mixed(s: Tensor, *given: Tensor) -> Tensor:
-    wq, bq, wk, bk, wv, bv, mixing, context = given[3:]
-    q, k, v = F.linear(s, wq, bq), F.linear(context, wk, bk), F.linear(context, wv, bv)
-    share = mixing.sigmoid()
-    both: Tensor = share * _attention(s, *given[:3]) + (1 - share) * _looked_up(q, k, v)
-    return both
+        return share * own + (1 - share) * looked_up(q, k, v)
 
 
 def of_heads(a: Tensor, x: Tensor) -> Tensor:
@@ -373,7 +279,7 @@ def tile_of(tile: int | None, heads: int, slices: int) -> int:
     return max(WEIGHTS // (heads * slices), 1) if tile is None else tile
 
 
-def own_rows(x: Tensor, dim: int) -> tuple[Tensor, Sharding]:
+def rows_of(x: Tensor, dim: int) -> tuple[Tensor, Sharding]:
     """Own rows as a plain (B, n, C), and how all are divided; a plain tensor is all of them.
 
     Raises:

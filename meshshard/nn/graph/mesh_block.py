@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshshard.comm import linear
 from meshshard.errors import MeshshardError
-from meshshard.nn._sparse import Ends
+from meshshard.nn.graph._sparse import Ends
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 
 __all__ = ["MeshBlock", "mlp"]

@@ -8,7 +8,8 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from meshshard.nn._slices import Layer, Run, by_heads, collected, means, only_answer, wide
+from meshshard.nn.slices._layer import Layer, Run, by_heads, collected, means, only_answer
+from meshshard.tensor.tokens import wide
 
 __all__ = ["Backward", "Gradients", "leaf", "vjp"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshshard.nn.knn import edge_vectors, knn, own_rows
+from meshshard.nn.points.knn import edge_vectors, knn, local_rows
 from meshshard.tensor import ShardGraph, ShardTensor
 from meshshard.tensor.core import wrap
 
@@ -44,7 +44,7 @@ def interpolate(x: Tensor, pos_x: Tensor, pos_y: Tensor, graph: ShardGraph) -> T
     Communication: two exchanges (positions and features); backward one of features, one more of
     positions that want a gradient.
     """
-    vectors = own_rows(edge_vectors(pos_x, graph, pos_y))
+    vectors = local_rows(edge_vectors(pos_x, graph, pos_y))
     source = graph.local(x)[graph.indices]
     kind = torch.promote_types(source.dtype, torch.float32)  # a half holds no weight of 1e16
     vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from meshshard.comm import Domain, Exchange
 from meshshard.errors import MeshshardError
-from meshshard.nn._rings import bipartite
-from meshshard.nn._sparse import kept, starts
+from meshshard.nn.conv._rings import bipartite
+from meshshard.nn.graph._sparse import kept, starts
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 from meshshard.tensor.core import refuse
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.comm import linear
-from meshshard.nn._sparse import Spread, Total, largest
-from meshshard.nn.aggregate import NeighbourSum
+from meshshard.nn.graph._sparse import Spread, Total, largest
+from meshshard.nn.graph.aggregate import NeighbourSum
 
 __all__ = ["affine"]
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.comm import Exchange
-from meshshard.nn._sparse import Total
+from meshshard.nn.graph._sparse import Total
 from meshshard.tensor import ShardGraph
 
 __all__ = ["Rings", "rings_of"]

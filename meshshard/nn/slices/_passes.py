@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshshard.nn._backward import Backward, Gradients, vjp
-from meshshard.nn._slices import Layer, Piece, Run, Sums, collected, means
+from meshshard.nn.slices._backward import Backward, Gradients, vjp
+from meshshard.nn.slices._layer import Layer, Piece, Run, Sums, collected, means
 
 __all__ = ["apply", "by_rows", "infer"]
 

@@ -1,0 +1,7 @@
+"""graph: layers made for a ShardGraph: sums along its edges, a block of both, coarser levels."""
+
+from meshshard.nn.graph.aggregate import aggregate
+from meshshard.nn.graph.coarsen import Level, cluster, cluster_around, coarsen
+from meshshard.nn.graph.mesh_block import MeshBlock
+
+__all__ = ["Level", "MeshBlock", "aggregate", "cluster", "cluster_around", "coarsen"]

@@ -1,0 +1,5 @@
+"""slices: attention of many rows through a few slices, run through in tiles."""
+
+from meshshard.nn.slices.slice_attention import CrossSliceAttention, SliceAttention
+
+__all__ = ["CrossSliceAttention", "SliceAttention"]
