@@ -115,7 +115,7 @@ def _take_place(folder: Path, target: Path, force: bool) -> None:
     try:
         while not _renamed(folder, target):
             if not force:
-                raise StoreError(f"{target} is there already; --force (force=True) replaces it")
+                raise StoreError(f"{target} is there already; replace it with force=True (in the shell --force)")
             olds.append(_beside(target, "old"))
             with contextlib.suppress(FileNotFoundError):
                 target.rename(olds[-1])

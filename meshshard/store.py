@@ -76,7 +76,7 @@ def save(
         raise StoreError("a bare graph has no geometry to store; partition a mesh or a cloud")
     target = Path(path)
     if target.exists() and not force:
-        raise StoreError(f"{target} is there already; --force (force=True) replaces it")
+        raise StoreError(f"{target} is there already; replace it with force=True (in the shell --force)")
     if is_foreign(target):
         raise StoreError(f"{target} is there and no folder of shards; choose another name")
     identity = uuid.uuid4().hex

@@ -6,8 +6,9 @@ import pytest
 import torch
 from ranks import Ranks
 
-from meshshard.comm import DomainError, Exchange, init_domain
+from meshshard.comm import DomainError, Exchange, init_domain, simulate
 from meshshard.comm.domain import counted
+from meshshard.errors import MeshshardError
 
 SIZES = {1: (7,), 2: (3, 8), 3: (4, 0, 5), 4: (2, 7, 0, 1)}
 WANTED = {1: (7,), 2: (10, 1), 3: (0, 9, 0), 4: (3, 3, 3, 1)}
@@ -304,3 +305,32 @@ def test_one_rank_needs_no_group():
     plan = Exchange(domain, 7, torch.zeros(0, dtype=torch.int64), [0], [0])
     assert domain.exchange(x, plan) is x
     assert domain.traffic.total().calls == 0
+
+
+def reasons(failing):
+    """What `together` says on each of three ranks, of which some fail for one reason."""
+
+    def job(domain):
+        def action():
+            if domain.rank in failing:
+                raise MeshshardError("x: is not there")
+
+        with pytest.raises(DomainError) as raised:
+            domain.together(action, "load")
+        return str(raised.value)
+
+    return set(simulate(3, job))
+
+
+def test_a_reason_that_ranks_share_is_told_once():
+    assert reasons((0, 1, 2)) == {"load: all ranks: x: is not there"}
+    assert reasons((0, 2)) == {"load: ranks 0, 2: x: is not there"}
+    assert reasons((1,)) == {"load: rank 1: x: is not there"}
+
+
+def test_one_rank_alone_is_not_numbered():
+    def action():
+        raise MeshshardError("x: is not there")
+
+    with pytest.raises(DomainError, match="^load: x: is not there$"):
+        init_domain().together(action, "load")

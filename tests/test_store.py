@@ -185,7 +185,7 @@ def test_a_folder_is_not_replaced_unasked(tmp_path: Path) -> None:
     made = cut(surface(), 2)
     folder = made.save(tmp_path / "a.shards")
     before = store.load(folder).manifest["id"]
-    with pytest.raises(StoreError, match="is there already"):
+    with pytest.raises(StoreError, match=r"replace it with force=True \(in the shell --force\)"):
         made.save(folder)
     assert store.load(folder).manifest["id"] == before
     assert store.load(made.save(folder, force=True)).manifest["id"] != before

@@ -199,17 +199,17 @@ class Domain:
         Communication: one gather of objects.
 
         Raises:
-            DomainError: naming the ranks on which it failed, and why.
+            DomainError: the first reason, and the ranks that give it.
         """
         result, error = None, None
         try:
             result = action()
         except MeshshardError as raised:
             error = str(raised)
-        failed = [(r, e) for r, e in enumerate(self.share(error)) if e is not None]
-        if failed:
-            rank, why = failed[0]
-            raise DomainError(f"{what}: rank {rank}: {why}")
+        errors = self.share(error)
+        why = next((e for e in errors if e is not None), None)
+        if why is not None:
+            raise DomainError(f"{what}: {self._where(errors, why)}{why}")
         return result  # type: ignore[return-value]
 
     def route(self, x: Tensor, send: Size) -> tuple[Tensor, list[int]]:
@@ -244,6 +244,15 @@ class Domain:
     def offset(self, sizes: Size) -> int:
         """First id of this rank's rows."""
         return sum(sizes[: self.rank])
+
+    def _where(self, errors: list[str | None], why: str) -> str:
+        """The ranks that give one reason, in front of it; nothing where there is one rank only."""
+        alike = [rank for rank, error in enumerate(errors) if error == why]
+        if self.size == 1:
+            return ""
+        if len(alike) == self.size:
+            return "all ranks: "
+        return f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}: "
 
     def _all_on(self, root: int, sizes: Size) -> tuple[int, ...]:
         return tuple(sum(sizes) if r == root else 0 for r in range(self.size))
