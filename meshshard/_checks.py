@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshshard.cells import CELL_TYPES, POLYHEDRON
-from meshshard.errors import MeshError, MeshWarning
+from meshshard.errors import MeshError, MeshWarning, n_of
 from meshshard.mesh import Array, Faces, Mesh
 
 __all__ = [
@@ -95,7 +95,8 @@ def check(mesh: Mesh) -> Mesh:
         for field, values in fields.items():
             if len(values) != n:
                 raise MeshError(
-                    f"{mesh.name}: {kind} field '{field}' has {len(values)} rows for {n} {kind}s"
+                    f"{mesh.name}: {kind} field '{field}' has {n_of(len(values), 'rows')} for "
+                    f"{n_of(n, f'{kind}s')}"
                 )
     warn_fields(mesh)
     return mesh
@@ -150,7 +151,8 @@ def _check_arities(counts: Array, types: Array, name: str) -> None:
             raise MeshError(f"{name}: VTK cell type {kind} of cell {cell} is not supported")
         need = _EXACT[kind] or f"at least {_LEAST[kind]}"
         raise MeshError(
-            f"{name}: cell {cell} is a {type_name(kind)} with {counts[cell]} points, needs {need}"
+            f"{name}: cell {cell} is a {type_name(kind)} with "
+            f"{n_of(counts[cell], 'points')}, needs {need}"
         )
 
 
@@ -164,7 +166,7 @@ def _check_ids(connectivity: Array, offsets: Array, n_points: int, what: str) ->
     cell = int(np.searchsorted(offsets, at, side="right")) - 1
     raise MeshError(
         f"{what} {cell} refers to point {connectivity[at]}, out of range: "
-        f"there are {n_points} points, counted from 0"
+        f"the mesh has {n_of(n_points, 'points')}, counted from 0"
     )
 
 
@@ -201,8 +203,8 @@ def check_points(points: Array, name: str) -> None:
     if len(ids):
         first = ", ".join(map(str, ids[:5])) + (", …" if len(ids) > 5 else "")
         raise MeshError(
-            f"{name}: {len(ids)} points are not finite (NaN or infinite): ids {first}; "
-            "remove or repair them"
+            f"{name}: {n_of(len(ids), 'points')} not finite (NaN or infinite): ids {first}; "
+            "remove or repair"
         )
 
 

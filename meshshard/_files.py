@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from meshshard.errors import StoreError
+from meshshard.errors import StoreError, n_of
 from meshshard.mesh import Array
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "map_file",
     "read_manifest",
     "replacing",
+    "there_already",
     "write_arrays",
     "write_through",
     "writing",
@@ -108,6 +109,13 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
+def there_already(target: Path) -> StoreError:
+    """The error for a folder that nobody has asked to replace."""
+    return StoreError(
+        f"{target} is there already; replace it with force=True (--force in the shell)"
+    )
+
+
 def _take_place(folder: Path, target: Path, force: bool) -> None:
     """Rename a folder to its target; again where another writer was faster."""
     olds: list[Path] = []
@@ -115,7 +123,7 @@ def _take_place(folder: Path, target: Path, force: bool) -> None:
     try:
         while not _renamed(folder, target):
             if not force:
-                raise StoreError(f"{target} is there already; replace it with force=True (in the shell --force)")
+                raise there_already(target)
             olds.append(_beside(target, "old"))
             with contextlib.suppress(FileNotFoundError):
                 target.rename(olds[-1])
@@ -348,7 +356,7 @@ def _nonsense(manifest: dict[str, Any]) -> str:
             if not isinstance(shard, dict) or not isinstance(shard.get(key), kind):
                 return f"shard {i} has no {key!r} of type {kind.__name__}"
     if not shards or len(sizes) != len(shards):
-        return f"{len(sizes)} sizes for {len(shards)} shards"
+        return f"{n_of(len(sizes), 'sizes')} for {n_of(len(shards), 'shards')}"
     if entity not in ("cells", "points"):
         return f"entity {entity!r}"
     if not all(isinstance(n, int) and n >= 0 for n in sizes):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshshard import _workers
-from meshshard.errors import MeshshardError, MeshWarning, PartitionError, StoreError
+from meshshard.errors import MeshshardError, MeshWarning, PartitionError, StoreError, n_of
 from meshshard.graph import Graph, knn_graph
 from meshshard.mesh import Mesh
 
@@ -254,7 +254,7 @@ def _with_job(mesh: Mesh, job: Job) -> Mesh:
     if merged.weld is not None:
         count = int((merged.weld != np.arange(mesh.n_points)).sum())
         warnings.warn(
-            f"{mesh.name}: {count} points on open edges merged within {job.weld:g}",
+            f"{mesh.name}: {n_of(count, 'points')} on open edges merged within {job.weld:g}",
             MeshWarning,
             stacklevel=2,
         )
@@ -317,8 +317,8 @@ def _lost(path: str, folder: Path, why: str) -> dict[str, Any]:
 
 
 def _described(mesh: Mesh) -> str:
-    cells = f"{mesh.n_cells:,} cells, " if mesh.n_cells else ""
-    return f"{mesh.kind}, {cells}{mesh.n_points:,} points"
+    cells = f"{n_of(mesh.n_cells, 'cells')}, " if mesh.n_cells else ""
+    return f"{mesh.kind}, {cells}{n_of(mesh.n_points, 'points')}"
 
 
 def _reason(mesh: Mesh, on: str) -> str:

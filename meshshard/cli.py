@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshshard import _options, _rank_commands
-from meshshard.errors import MeshshardError, MeshWarning
+from meshshard.errors import MeshshardError, MeshWarning, n_of
 
 __all__ = ["build_parser", "main"]
 
@@ -291,7 +291,9 @@ def _gather(args: argparse.Namespace) -> int:
         print(json.dumps(about | {"results": list(results)}, indent=1, ensure_ascii=False))
     elif not args.quiet:
         extra = f", with {', '.join(results)}" if results else ""
-        print(f"{args.output}: {mesh.n_cells:,} cells, {mesh.n_points:,} points{extra}")
+        print(
+            f"{args.output}: {n_of(mesh.n_cells, 'cells')}, {n_of(mesh.n_points, 'points')}{extra}"
+        )
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from meshshard import io, paraview, store
-from meshshard.errors import MeshshardError, StoreError
+from meshshard.errors import MeshshardError, StoreError, n_of
 from meshshard.launch import command_of
 from meshshard.mesh import Array, Mesh
 from meshshard.partitions import partition
@@ -46,7 +46,8 @@ def run(out: Path, parts: int) -> Iterator[str]:
     assert same, "gathered fields differ from the file's"
     total = sum(force_coefficients(opened.piece(p).mesh)[0] for p in range(opened.k))
     yield ""
-    yield f"Drag summed over {opened.k} shards: Cd {total:.5f}; the solver's own: {reference:.5f}."
+    shards = n_of(opened.k, "shards")
+    yield f"Drag summed over {shards}: Cd {total:.5f}; the solver's own: {reference:.5f}."
     yield "Gathered in the order of the file, every field is the same bit for bit."
     yield f"Shards:       {folder}"
     yield f"For ParaView: {whole}"

@@ -11,7 +11,7 @@
 
     MeshWarning          the input is usable, but something in it deserves a look
 
-A message is one line: what is wrong (file, cell, array), then the remedy.
+A message is one line: what is wrong (file, cell, array), then the remedy; `n_of` counts.
 """
 
 __all__ = [
@@ -24,6 +24,11 @@ __all__ = [
     "RenderError",
     "StoreError",
 ]
+
+
+def n_of(n: int, things: str) -> str:
+    """What a message says of a number of things: "8 ranks", "1 rank"."""
+    return f"{n:,} {things.removesuffix('s') if n == 1 else things}"
 
 
 class MeshshardError(Exception):

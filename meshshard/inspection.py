@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshshard._ragged import ranges
-from meshshard.errors import MeshWarning
+from meshshard.errors import MeshWarning, n_of
 from meshshard.facets import Facets, Matches, facets, match
 from meshshard.mesh import Array, Mesh, vector_area
 
@@ -43,26 +43,28 @@ class Inspection:
         """One line for everything that a user should know before training on it."""
         lines = []
         if self.orphans:
-            lines.append(f"{self.orphans} points are unused (orphans); kept, without neighbours")
+            lines.append(
+                f"{n_of(self.orphans, 'points')} unused (orphans); kept, without neighbours"
+            )
         if self.collapsed:
             lines.append(
-                f"{len(self.collapsed)} cells have zero area (degenerate, or coincident points): "
-                f"{_some(self.collapsed)}; kept, their normals are zero"
+                f"{n_of(len(self.collapsed), 'cells')} of zero area (degenerate or collapsed): "
+                f"{_some(self.collapsed)}; kept, with normals of zero"
             )
         if self.copies:
             lines.append(
-                f"{len(self.copies)} cells are duplicates of earlier ones: {_some(self.copies)}; "
-                "kept, they count twice in sums"
+                f"{n_of(len(self.copies), 'cells')} equal to earlier ones (duplicates): "
+                f"{_some(self.copies)}; kept, counted twice in sums"
             )
         if self.turned:
             lines.append(
-                f"{self.turned} edges join cells of opposite winding: normals flip there; "
-                "orient the cells before using normals or forces"
+                f"{n_of(self.turned, 'edges')} between cells of opposite winding: normals flip "
+                "there; orient the cells before using normals or forces"
             )
         if self.coincident:
             lines.append(
-                f"{self.coincident} points are coincident with others (duplicates): their nearest "
-                "neighbours are at distance zero"
+                f"{n_of(self.coincident, 'points')} coincident with others (duplicates): their "
+                "nearest neighbours are at distance zero"
             )
         return [f"{mesh.name}: {line}" for line in lines]
 
@@ -177,7 +179,7 @@ def _say(mesh: Mesh, glued: int) -> None:
     assert mesh.weld is not None
     merged = int((mesh.weld != np.arange(mesh.n_points)).sum())
     warnings.warn(
-        f"{mesh.name}: {merged} points are exact duplicates of earlier ones and are merged for "
+        f"{mesh.name}: {n_of(merged, 'exact duplicates')} of earlier points merged for "
         f"neighbourhood (by a map, rows stay), which joins cells along {glued} more facets",
         MeshWarning,
         stacklevel=4,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshshard.cells import CELL_TYPES, POLYGON, QUAD, TRIANGLE
-from meshshard.errors import MeshError
+from meshshard.errors import MeshError, n_of
 
 __all__ = ["Faces", "Mesh", "vector_area"]
 
@@ -122,7 +122,8 @@ class Mesh:
 
     def __repr__(self) -> str:
         """One line: what it is and how large."""
-        return f"Mesh({self.name}: {self.kind}, {self.n_points:,} points, {self.n_cells:,} cells)"
+        counts = f"{n_of(self.n_points, 'points')}, {n_of(self.n_cells, 'cells')}"
+        return f"Mesh({self.name}: {self.kind}, {counts})"
 
     def _repr_html_(self) -> str:
         """A small table for a notebook: size, cells by type, bounds, fields with their ranges."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshshard.curves import morton_order
-from meshshard.errors import MeshError
+from meshshard.errors import MeshError, n_of
 from meshshard.mesh import Array
 
 __all__ = ["Cloud", "Pairs", "finite", "rank_in_row", "squared_length", "widened"]
@@ -206,7 +206,9 @@ def finite(points: Array) -> Array:
     near = np.abs(points) < LARGE
     if not near.all():
         bad = np.flatnonzero(~near.all(axis=1))
-        raise MeshError(f"{len(bad)} points are not finite: ids {bad[:5].tolist()}; remove them")
+        raise MeshError(
+            f"{n_of(len(bad), 'points')} not finite: ids {bad[:5].tolist()}; remove them"
+        )
     return points
 
 

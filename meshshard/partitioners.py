@@ -17,7 +17,7 @@ import numpy as np
 
 from meshshard import _metis
 from meshshard.curves import morton_order
-from meshshard.errors import MeshWarning, PartitionError
+from meshshard.errors import MeshWarning, PartitionError, n_of
 from meshshard.graph import Graph
 from meshshard.mesh import Array
 
@@ -223,7 +223,8 @@ def label(
         return np.zeros(n, np.int64)
     if parts > n:
         warnings.warn(
-            f"{parts} parts for {n} nodes: {parts - n} shards stay empty; ask for fewer parts",
+            f"{n_of(parts, 'parts')} for {n_of(n, 'nodes')}, so {n_of(parts - n, 'shards')} "
+            "without rows; ask for fewer parts",
             MeshWarning,
             stacklevel=3,
         )

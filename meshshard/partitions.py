@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshshard.errors import MeshWarning, PartitionError
+from meshshard.errors import MeshWarning, PartitionError, n_of
 from meshshard.graph import Graph, cell_graph, cuthill_mckee, knn_graph, point_graph
 from meshshard.inspection import glue
 from meshshard.mesh import Array, Mesh
@@ -122,7 +122,7 @@ class Partition:
             PartitionError: more ranks than shards, or none.
         """
         if not 1 <= ranks <= self.k:
-            raise PartitionError(f"{self.k} shards run on 1 to {self.k} ranks, not on {ranks}")
+            raise PartitionError(f"{n_of(self.k, 'shards')} for {ranks} ranks; take 1 to {self.k}")
         cuts = runs(self.sizes, ranks)
         sizes = np.add.reduceat(self.sizes, cuts[:-1])
         uneven = sizes.max() * ranks / max(sizes.sum(), 1)
@@ -201,7 +201,8 @@ class Partition:
     def __repr__(self) -> str:
         """One line: how many of what, in how many shards."""
         name = "graph" if self.mesh is None else self.mesh.name
-        return f"Partition({name}: {len(self.origin):,} {self.entity} in {self.k} shards)"
+        rows = n_of(len(self.origin), self.entity)
+        return f"Partition({name}: {rows} in {n_of(self.k, 'shards')})"
 
     def _repr_html_(self) -> str:
         return f"<b>{escape(repr(self))}</b>{self.quality._repr_html_()}"
@@ -294,19 +295,19 @@ def entity_of(mesh: Mesh, on: str = "auto") -> str:
 def _graph_of(mesh: Mesh, entity: str, graph: Graph | None) -> tuple[Mesh, Graph]:
     """The mesh, its points merged where that glues cells, and the graph of its entities."""
     if not mesh.n_cells:
-        return mesh, _given(mesh, entity, graph) or knn_graph(mesh.points, CLOUD_NEIGHBOURS)
+        if graph is None:
+            return mesh, knn_graph(mesh.points, CLOUD_NEIGHBOURS)
+        return mesh, _given(mesh, entity, graph)
     mesh, found = glue(mesh)
     if graph is not None:
-        return mesh, _given(mesh, entity, graph) or graph
+        return mesh, _given(mesh, entity, graph)
     if entity == "cells":
         return mesh, cell_graph(mesh, found)
     return mesh, point_graph(mesh)
 
 
-def _given(mesh: Mesh, entity: str, graph: Graph | None) -> Graph | None:
+def _given(mesh: Mesh, entity: str, graph: Graph) -> Graph:
     """A graph of the caller's, once it fits the mesh."""
-    if graph is None:
-        return None
     n = mesh.n_cells if entity == "cells" else mesh.n_points
     if graph.n_nodes != n:
         raise PartitionError(f"{mesh.name}: the graph has {graph.n_nodes} nodes for {n} {entity}")
@@ -352,9 +353,8 @@ def _method(method: Any) -> Any:
 def _record(method: Any) -> dict[str, Any]:
     """Name and options of a method, for the manifest."""
     name = getattr(method, "__name__", type(method).__name__)
-    options = (
-        {f.name: getattr(method, f.name) for f in fields(method)} if is_dataclass(method) else {}
-    )
+    named = fields(method) if is_dataclass(method) else ()
+    options = {f.name: getattr(method, f.name) for f in named}
     plain = {f: str(v) if isinstance(v, Path) else v for f, v in options.items()}
     kept = {f: v for f, v in plain.items() if v is None or isinstance(v, (str, int, float))}
     return {"name": name} | {

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from meshshard.errors import n_of
 from meshshard.graph import Graph
 from meshshard.mesh import Array
 from meshshard.plan import Halo
@@ -84,11 +85,11 @@ class Quality:
             f"they save; use {f'{few} or fewer' if few > 1 else 'one'} for speed"
         )
         return [
-            f"{n:,} {self.entity} in {len(self.owned)} shards, imbalance {self.imbalance:.4f}",
-            f"halo {self.volume:,} rows ({100 * self.volume / max(n, 1):.2f} %), "
+            f"{n_of(n, self.entity)} in {n_of(k, 'shards')}, imbalance {self.imbalance:.4f}",
+            f"halo {n_of(self.volume, 'rows')} ({100 * self.volume / max(n, 1):.2f} %), "
             f"edge cut {self.edge_cut:,}, peers {mean:.1f} on average, {most} at most",
             f"one exchange of 128 float32 channels moves {mb:.2f} MB"
-            + (f"; {split} shards are in several pieces" if split else ""),
+            + (f"; {n_of(split, 'shards')} in several pieces" if split else ""),
             *([small] if k > 1 and n < k * PAYS_FROM else []),
         ]
 

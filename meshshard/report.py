@@ -11,7 +11,7 @@ import numpy as np
 
 from meshshard._files import damage_is_loud
 from meshshard.cells import CELL_TYPES
-from meshshard.errors import MeshshardError, MeshWarning
+from meshshard.errors import MeshshardError, MeshWarning, n_of
 from meshshard.mesh import Array, Mesh
 
 __all__ = ["about", "lines", "verdict"]
@@ -106,7 +106,7 @@ def _prove(path: str | Path) -> str:
         from meshshard import store
 
         folder = store.load(path).check()
-        return f"{folder.k} shards, every byte and the plan are right"
+        return f"{n_of(folder.k, 'shards')}, every byte and the plan are right"
     from meshshard import io
     from meshshard.inspection import glue, inspect
 
@@ -133,8 +133,8 @@ def _folder_lines(about: Mapping[str, Any]) -> list[str]:
     options = ", ".join(f"{k}={v}" for k, v in method.items() if k != "name" and v is not None)
     fields = ", ".join(f"{f['name']} ({f['on']})" for f in about["fields"])
     out = [
-        f"{about['path']}: {about['kind']} {about['name']}, {about['n_cells']:,} cells, "
-        f"{about['n_points']:,} points",
+        f"{about['path']}: {about['kind']} {about['name']}, {n_of(about['n_cells'], 'cells')}, "
+        f"{n_of(about['n_points'], 'points')}",
         f"  source   {source.get('path', 'none')}",
         f"  method   {method['name']}({options}), halo depth {about['halo_depth']}",
         f"  fields   {fields or 'none'}",
@@ -162,7 +162,7 @@ def _field_line(field: Mapping[str, Any]) -> str:
     if span is not None:
         text += f"  [{span[0]:.6g}, {span[1]:.6g}]"
     if field.get("not_finite"):
-        text += f", {field['not_finite']:,} values are NaN or infinite"
+        text += f", {n_of(field['not_finite'], 'values')} NaN or infinite"
     return text
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshshard import io
 from meshshard.comm import Domain, init_domain
-from meshshard.errors import MeshshardError
+from meshshard.errors import MeshshardError, n_of
 from meshshard.partitions import partition
 from meshshard.shard import Shard, load
 from meshshard.tensor import ShardTensor
@@ -142,7 +142,8 @@ def main(words: list[str] | None = None) -> int:
         for what, distance in found:
             _say(f"  {what:32} {distance:.1e}")
         verdict = "equal" if worst <= TOLERANCE else "NOT equal"
-        _say(f"{domain.size} ranks and one: {verdict} (largest relative distance {worst:.1e})")
+        ranks = n_of(domain.size, "ranks")
+        _say(f"{ranks} and one: {verdict} (largest relative distance {worst:.1e})")
     domain.close()
     return 0 if worst <= TOLERANCE else 1
 

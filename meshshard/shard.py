@@ -16,7 +16,7 @@ from torch import Tensor
 from meshshard import store
 from meshshard._ragged import ranges
 from meshshard.comm import Domain, Exchange
-from meshshard.errors import StoreError
+from meshshard.errors import StoreError, n_of
 from meshshard.mesh import Array, Mesh
 from meshshard.plan import Plan, runs
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
@@ -74,7 +74,7 @@ class Shard:
         own, halo = self.plan.n_owned, len(self.plan.halo)
         return (
             f"Shard({self.folder.path.name}, {self.domain}: shards {self.shards.start} to "
-            f"{self.shards.stop - 1}, {own:,} own rows and {halo:,} of the halo)"
+            f"{self.shards.stop - 1}, {n_of(own, 'own rows')} and {halo:,} of the halo)"
         )
 
     def __getitem__(self, name: str) -> ShardTensor:
@@ -200,7 +200,7 @@ def _opened(path: str | Path, domain: Domain) -> store.Folder:
     folder = store.load(path)
     if domain.size > folder.k:
         raise StoreError(
-            f"{path} has {folder.k} shards for {domain.size} ranks; "
+            f"{path} has {n_of(folder.k, 'shards')} for {domain.size} ranks; "
             f"partition again with --parts {domain.size} or more"
         )
     return folder

@@ -30,12 +30,13 @@ from meshshard._files import (
     is_foreign,
     map_file,
     read_manifest,
+    there_already,
     write_arrays,
     write_through,
     writing,
 )
 from meshshard.assembly import Piece, assemble, pieces_of
-from meshshard.errors import MeshError, StoreError
+from meshshard.errors import MeshError, StoreError, n_of
 from meshshard.mesh import Array, Faces, Mesh
 from meshshard.partitions import Partition
 from meshshard.plan import Plan, received
@@ -76,7 +77,7 @@ def save(
         raise StoreError("a bare graph has no geometry to store; partition a mesh or a cloud")
     target = Path(path)
     if target.exists() and not force:
-        raise StoreError(f"{target} is there already; replace it with force=True (in the shell --force)")
+        raise there_already(target)
     if is_foreign(target):
         raise StoreError(f"{target} is there and no folder of shards; choose another name")
     identity = uuid.uuid4().hex
@@ -117,7 +118,8 @@ class Folder:
     manifest: dict[str, Any]
 
     def __repr__(self) -> str:
-        return f"Folder({self.path}: {self.sizes.sum():,} {self.entity} in {self.k} shards)"
+        rows = n_of(self.sizes.sum(), self.entity)
+        return f"Folder({self.path}: {rows} in {n_of(self.k, 'shards')})"
 
     @property
     def k(self) -> int:
@@ -229,7 +231,7 @@ class Folder:
         n = int(self.sizes[shard])
         for field, values in fields.items():
             if len(values) != n:
-                rows = f"{field!r} has {len(values)} rows"
+                rows = f"{field!r} has {n_of(len(values), 'rows')}"
                 raise StoreError(f"{name}: {rows}, shard {shard} owns {n}")
         if name == "shard":
             raise StoreError("a set of results cannot be called 'shard': the shards are")
@@ -265,7 +267,7 @@ class Folder:
         if metadata.get("id") != self.manifest["id"] or metadata.get("shard") != str(shard):
             raise StoreError(f"{path}: was made for another folder or shard; predict again")
         if any(a.shape[:1] != (self.sizes[shard],) for a in arrays.values()):
-            raise StoreError(f"{path}: has not {self.sizes[shard]} rows; predict again")
+            raise StoreError(f"{path}: has not {n_of(self.sizes[shard], 'rows')}; predict again")
         return arrays
 
     def puts(self) -> list[str]:

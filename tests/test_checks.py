@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from meshshard._checks import check
-from meshshard.errors import MeshError, MeshWarning
+from meshshard.errors import MeshError, MeshWarning, n_of
 from meshshard.io import from_arrays
 from meshshard.mesh import Faces, Mesh
+from meshshard.partitions import partition
 
 SQUARE = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0.0]])
 
@@ -33,7 +34,7 @@ def test_forms_of_cells():
         ({"cells": (np.array([0, 4, 3]), np.arange(4))}, "cell 1: its offset 3 goes backwards"),
         ({"cells": (np.array([0, 3]), np.arange(4))}, "offset 3 does not fit"),
         ({"cells": (np.array([1, 4]), np.arange(4))}, "offsets must be"),
-        ({"cell_fields": {"p": np.zeros(1)}}, "cell field 'p' has 1 rows for 0 cells"),
+        ({"cell_fields": {"p": np.zeros(1)}}, "cell field 'p' has 1 row for 0 cells"),
         ({"point_fields": {"p": np.zeros(5)}}, "point field 'p' has 5 rows for 4 points"),
     ],
 )
@@ -47,7 +48,7 @@ def test_points():
         from_arrays(np.eye(4))
     bad = np.zeros((10, 3))
     bad[[2, 3, 5], 1] = np.nan, np.inf, -np.inf
-    with pytest.raises(MeshError, match=r"3 points are not finite .* ids 2, 3, 5"):
+    with pytest.raises(MeshError, match=r"3 points not finite .* ids 2, 3, 5"):
         from_arrays(bad)
     with pytest.raises(MeshError, match="ids 0, 1, 2, 3, 4, …"):
         from_arrays(np.full((10, 3), np.nan))
@@ -71,3 +72,12 @@ def test_dimensions_and_faces():
     )  # fmt: skip
     with pytest.raises(MeshError, match="face 3 refers to point 9"):
         check(solid)
+
+
+def test_one_of_a_thing_is_counted_in_the_singular() -> None:
+    assert [n_of(n, "halo rows") for n in (0, 1, 2, 9794)] == [
+        "0 halo rows", "1 halo row", "2 halo rows", "9,794 halo rows",
+    ]  # fmt: skip
+    one = Mesh(points=np.zeros((1, 3)))
+    assert repr(one) == "Mesh(mesh: point cloud, 1 point, 0 cells)"
+    assert "1 point in 1 shard" in repr(partition(one, 1))

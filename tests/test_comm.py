@@ -287,7 +287,7 @@ def test_whatever_one_rank_does_the_others_end_with_a_message(job):
     [
         (lambda d: d.all_gather(torch.zeros(3), (4,)), r"tensor \(3,\), sizes say 4 rows"),
         (lambda d: d.redistribute(torch.zeros(3), (3,), (4,)), "3 rows cannot become 4"),
-        (lambda d: d.all_gather(torch.zeros(3), (1, 2)), "2 sizes for 1 ranks"),
+        (lambda d: d.all_gather(torch.zeros(3), (1, 2)), "2 sizes for 1 rank"),
     ],
 )
 def test_calls_that_cannot_be_right(call, message):
@@ -332,5 +332,5 @@ def test_one_rank_alone_is_not_numbered():
     def action():
         raise MeshshardError("x: is not there")
 
-    with pytest.raises(DomainError, match="^load: x: is not there$"):
+    with pytest.raises(DomainError, match=r"^load: x: is not there$"):
         init_domain().together(action, "load")

@@ -72,7 +72,7 @@ def test_no_neighbours_of_nobody(n):
 def test_points_that_are_not_finite_are_named():
     points = np.zeros((5, 3))
     points[3, 1] = np.nan
-    with pytest.raises(MeshError, match=r"1 points are not finite: ids \[3\]"):
+    with pytest.raises(MeshError, match=r"1 point not finite: ids \[3\]"):
         knn_graph(points, 2)
 
 

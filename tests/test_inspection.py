@@ -28,7 +28,7 @@ def soup(mesh):
 
 @pytest.mark.parametrize("mesh", [grid_surface(7, 5), grid_volume(3, 10), grid_volume(3, 12)])
 def test_a_soup_is_glued_into_the_mesh_it_was(mesh):
-    with pytest.warns(MeshWarning, match="exact duplicates of earlier ones and are merged"):
+    with pytest.warns(MeshWarning, match="exact duplicates of earlier points merged"):
         glued, found = glue(soup(mesh))
     whole, parts = cell_graph(mesh), cell_graph(glued, found)
     assert np.array_equal(whole.indptr, parts.indptr)
@@ -116,7 +116,7 @@ def test_a_mesh_without_surprises_has_no_findings():
 def test_points_of_a_cloud_at_one_place():
     cloud = Mesh(np.repeat(np.random.default_rng(0).random((10, 3)), 10, axis=0))
     (line,) = inspect(cloud).findings(cloud)
-    assert "90 points are coincident" in line
+    assert "90 points coincident" in line
 
 
 def test_findings_are_warnings_of_glue():
@@ -125,4 +125,4 @@ def test_findings_are_warnings_of_glue():
         glue(surface([[0, 1, 2], [0, 1, 3]], np.eye(5)[:, :3]))
     text = " ".join(str(w.message) for w in caught)
     assert "opposite winding" in text
-    assert "1 points are unused" in text
+    assert "1 point unused" in text

@@ -195,7 +195,7 @@ def wrong_job():
     if domain.rank == 1:
         x[2, 1] = torch.nan
     sharding = Sharding(domain, [4, 4])
-    with pytest.raises(DomainError, match=r"knn: rank 1: .*1 points are not finite: ids \[2\]"):
+    with pytest.raises(DomainError, match=r"knn: rank 1: .*1 point not finite: ids \[2\]"):
         ms_nn.knn(ShardTensor.from_local(x, sharding), ShardTensor.from_local(x, sharding), 2)
     fine = ShardTensor.from_local(torch.zeros(4, 3), sharding)
     for most, count in ((None, 56), (2, 16)):

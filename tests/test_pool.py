@@ -336,7 +336,7 @@ def not_a_number_job():
 def test_a_nan_does_not_leave_other_ranks_waiting(ranks):
     every = ranks[2].failures(not_a_number_job)
     assert len(set(every)) == 1
-    assert "DomainError: farthest_points: rank 0: 1 points are not finite: ids [1]" in every[0]
+    assert "DomainError: farthest_points: rank 0: 1 point not finite: ids [1]" in every[0]
 
 
 def infinite_job():

@@ -172,5 +172,5 @@ def test_more_ranks_than_shards_is_an_error_on_every_rank(ranks, tmp_path):
 def test_one_rank_without_a_group(folders):
     shard = load(folders["cells"])
     assert len(shard.plan.halo) == 0
-    with pytest.raises(DomainError, match="owns 4778 rows"):
+    with pytest.raises(DomainError, match="owns 4,778 rows"):
         shard.domain.exchange(torch.zeros(3, 1), shard.exchange)

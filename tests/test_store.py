@@ -121,7 +121,7 @@ def test_results_come_back_in_the_order_of_the_file(tmp_path: Path) -> None:
 def test_results_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = make(tmp_path, k=2)
     rows = [np.zeros(n) for n in folder.sizes]
-    with pytest.raises(StoreError, match=r"'p' has 1 rows, shard 0 owns"):
+    with pytest.raises(StoreError, match=r"'p' has 1 row, shard 0 owns"):
         folder.put(0, {"p": np.zeros(1)})
     with pytest.raises(StoreError, match="cannot be called 'shard'"):
         folder.put(0, {"p": rows[0]}, "shard")
@@ -185,7 +185,7 @@ def test_a_folder_is_not_replaced_unasked(tmp_path: Path) -> None:
     made = cut(surface(), 2)
     folder = made.save(tmp_path / "a.shards")
     before = store.load(folder).manifest["id"]
-    with pytest.raises(StoreError, match=r"replace it with force=True \(in the shell --force\)"):
+    with pytest.raises(StoreError, match=r"replace it with force=True \(--force in the shell\)"):
         made.save(folder)
     assert store.load(folder).manifest["id"] == before
     assert store.load(made.save(folder, force=True)).manifest["id"] != before

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
 from meshshard.comm._meeting import Meeting
-from meshshard.errors import DomainError
+from meshshard.errors import DomainError, n_of
 
 if TYPE_CHECKING:
     from meshshard.comm.domain import Domain
@@ -65,7 +65,7 @@ def start_all_to_all(
         there = functional.wait_tensor(rows)  # type: ignore[no-untyped-call]
         return Pending(there, None, domain, kind)
     domain.traffic.add(kind, x)
-    what = f"{kind} of {sum(send)} rows to and {sum(receive)} rows from other ranks"
+    what = f"{kind} of {n_of(sum(send), 'rows')} to and {n_of(sum(receive), 'rows')} from ranks"
     with named(domain, what, x):
         if isinstance(domain.group, Meeting):
             there = domain.group.all_to_all(domain.rank, x, send)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshshard.comm import _wire, linear
 from meshshard.comm.traffic import Traffic
-from meshshard.errors import DomainError, MeshshardError
+from meshshard.errors import DomainError, MeshshardError, n_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,7 +108,9 @@ class Domain:
         Communication: one all-to-all forward and backward, of the rows that change their rank.
         """
         if sum(sizes) != sum(wanted):
-            raise DomainError(f"redistribute: {sum(sizes)} rows cannot become {sum(wanted)}")
+            raise DomainError(
+                f"redistribute: {n_of(sum(sizes), 'rows')} cannot become {sum(wanted)}"
+            )
         op = linear.Redistribute(self, tuple(sizes), tuple(wanted))
         return linear.apply(op, self._rows(x, sizes, "redistribute"))
 
@@ -260,11 +262,11 @@ class Domain:
     def _rows(self, x: Tensor, sizes: Size, what: str) -> Tensor:
         """The tensor, once it has the rows that `sizes` says."""
         if len(sizes) != self.size:
-            raise DomainError(f"{what}: {len(sizes)} sizes for {self.size} ranks")
+            raise DomainError(f"{what}: {n_of(len(sizes), 'sizes')} for {n_of(self.size, 'ranks')}")
         if x.ndim == 0 or x.shape[0] != sizes[self.rank]:
             raise DomainError(
                 f"{what}: rank {self.rank} has a tensor {tuple(x.shape)}, "
-                f"sizes say {sizes[self.rank]} rows"
+                f"sizes say {n_of(sizes[self.rank], 'rows')}"
             )
         return x
 

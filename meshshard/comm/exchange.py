@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshshard.comm import _wire, linear
-from meshshard.errors import DomainError
+from meshshard.errors import DomainError, n_of
 
 if TYPE_CHECKING:
     from meshshard.comm.domain import Domain
@@ -92,7 +92,7 @@ class Exchange:
             sent, expected = tables[a][0][b], tables[b][1][a]
             if sent != expected:
                 raise DomainError(
-                    f"{self.name}: rank {a} sends {sent} rows to rank {b}, "
+                    f"{self.name}: rank {a} sends {n_of(sent, 'rows')} to rank {b}, "
                     f"which expects {expected}; load one folder on all ranks"
                 )
         self._proved.add(row)
@@ -108,7 +108,7 @@ class Exchange:
         """
         if x.shape[0] != self.n_owned:
             raise DomainError(
-                f"{self.name}: rank {self.domain.rank} owns {self.n_owned} rows, "
+                f"{self.name}: rank {self.domain.rank} owns {n_of(self.n_owned, 'rows')}, "
                 f"got a tensor {tuple(x.shape)}"
             )
         if not torch.compiler.is_compiling():

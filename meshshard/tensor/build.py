@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from meshshard.comm import Domain
-from meshshard.errors import MeshshardError
+from meshshard.errors import MeshshardError, n_of
 from meshshard.tensor.core import Sharding, ShardTensor, wrap
 
 __all__ = ["shard"]
@@ -42,7 +42,9 @@ def shard(
         raise MeshshardError(f"rank {domain.rank} has no tensor; say which rank has: root=…")
     dim = dim % max(x.ndim, 1)
     if x.ndim == 0 or x.shape[dim] != sharding.total:
-        raise MeshshardError(f"a tensor {tuple(x.shape)} for {sharding.total} rows on dim {dim}")
+        raise MeshshardError(
+            f"a tensor {tuple(x.shape)} for {n_of(sharding.total, 'rows')} on dim {dim}"
+        )
     own = x.narrow(dim, sharding.first, sharding.own)
     leaf = x.requires_grad and x.is_leaf
     if leaf and domain.size > 1:
@@ -58,7 +60,7 @@ def _from_root(x: Tensor | None, sharding: Sharding, dim: int, root: int) -> Sha
     shape, dtype = about
     dim = dim % max(len(shape), 1)
     if not shape or shape[dim] != sharding.total:
-        raise MeshshardError(f"a tensor {shape} for {sharding.total} rows on dim {dim}")
+        raise MeshshardError(f"a tensor {shape} for {n_of(sharding.total, 'rows')} on dim {dim}")
     if domain.rank == root:
         assert x is not None
         rows = x.movedim(dim, 0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshshard.comm import Domain
-from meshshard.errors import MeshshardError
+from meshshard.errors import MeshshardError, n_of
 
 __all__ = [
     "RULES",
@@ -71,7 +71,7 @@ class Sharding:
         shards: Sequence[Sequence[int]] | None = None,
     ) -> None:
         if len(sizes) != domain.size:
-            raise MeshshardError(f"{len(sizes)} sizes for {domain.size} ranks")
+            raise MeshshardError(f"{n_of(len(sizes), 'sizes')} for {n_of(domain.size, 'ranks')}")
         self.domain = domain
         self.sizes = tuple(int(n) for n in sizes)
         self.total = sum(self.sizes)
@@ -132,7 +132,7 @@ class ShardTensor(Tensor):
         if local.ndim == 0 or local.shape[dim] != sharding.own:
             raise MeshshardError(
                 f"rank {sharding.domain.rank} has a tensor {tuple(local.shape)}, "
-                f"sizes say {sharding.own} rows on dim {dim}"
+                f"sizes say {n_of(sharding.own, 'rows')} on dim {dim}"
             )
         with native():
             alias = local.view_as(local)

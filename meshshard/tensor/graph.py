@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshshard.comm import Domain, Exchange
-from meshshard.errors import MeshshardError
+from meshshard.errors import MeshshardError, n_of
 from meshshard.plan import Plan
 from meshshard.tensor.core import NoShardRule, Sharding, ShardTensor, name_of
 
@@ -113,9 +113,9 @@ class ShardGraph:
 
     def __repr__(self) -> str:
         return (
-            f"ShardGraph({self.nodes.total:,} nodes and {sum(self.counts):,} edges, here "
-            f"{self.nodes.own:,} own nodes, {len(self.halo):,} halo rows, "
-            f"{len(self.indices):,} edges)"
+            f"ShardGraph({n_of(self.nodes.total, 'nodes')} and "
+            f"{n_of(sum(self.counts), 'edges')}, here {n_of(self.nodes.own, 'own nodes')}, "
+            f"{n_of(len(self.halo), 'halo rows')}, {n_of(len(self.indices), 'edges')})"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -247,10 +247,11 @@ def _starts(counts: Tensor) -> Tensor:
 def _valid(ids: Tensor, indptr: Tensor, nodes: Sharding, sources: Sharding) -> None:
     if len(indptr) != nodes.own + 1 or int(indptr[-1]) != len(ids):
         raise MeshshardError(
-            f"{len(indptr) - 1} rows with {int(indptr[-1])} edges for {nodes.own} own nodes "
-            f"and {len(ids)} sources"
+            f"{n_of(len(indptr) - 1, 'rows')} with {n_of(int(indptr[-1]), 'edges')} for "
+            f"{n_of(nodes.own, 'own nodes')} and {n_of(len(ids), 'sources')}"
         )
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < sources.total:
         raise MeshshardError(
-            f"sources {int(ids.min())} to {int(ids.max())} are not all among {sources.total} rows"
+            f"sources {int(ids.min())} to {int(ids.max())} are not all among "
+            f"{n_of(sources.total, 'rows')}"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshshard.errors import RenderError
+from meshshard.errors import RenderError, n_of
 from meshshard.mesh import Array, Mesh
 from meshshard.viz._canvas import (
     View,
@@ -171,7 +171,9 @@ def _notes(scene: Scene, field: str | None) -> list[str]:
         notes.append(f"colour: {field}")
     if scene.halo is not None:
         n = len(scene.subject.halos[scene.halo])
-        notes.append(f"shard {scene.halo}; translucent: its halo, {n:,} rows that others own")
+        notes.append(
+            f"shard {scene.halo}; translucent: its halo, {n_of(n, 'rows')} that others own"
+        )
     elif scene.shards_with_halo:
         notes.append("translucent: the halo of each shard, rows that others own")
     return notes
@@ -190,7 +192,7 @@ def _entries(subject: Subject) -> list[str]:
 
 def _title(subject: Subject) -> str:
     name, n = Path(subject.name).name, len(subject.labels)
-    return f"{name}: {n:,} {subject.entity} in {subject.k} shards"
+    return f"{name}: {n_of(n, subject.entity)} in {n_of(subject.k, 'shards')}"
 
 
 def _add_body(made: Any, scene: Scene, seen: Drawing, field: str | None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshshard.comm import Exchange, linear
 from meshshard.comm.exchange import Running
-from meshshard.errors import MeshshardError
+from meshshard.errors import MeshshardError, n_of
 from meshshard.nn.graph._sparse import Total, kept, largest, starts
 from meshshard.tensor import ShardGraph, ShardTensor
 
@@ -56,8 +56,9 @@ def _own(x: Any, graph: ShardGraph) -> Tensor:
         )
     if not sharded and (graph.domain.size > 1 or x.shape[0] != graph.sources.total):
         raise MeshshardError(
-            f"aggregate: a plain tensor {tuple(x.shape)} for {graph.sources.total} sources on "
-            f"{graph.domain.size} ranks; shard(x, domain, graph.sources)"
+            f"aggregate: a plain tensor {tuple(x.shape)} for "
+            f"{n_of(graph.sources.total, 'sources')} on {n_of(graph.domain.size, 'ranks')}; "
+            f" shard(x, domain, graph.sources)"
         )
     rows: Tensor = x.to_local() if sharded else x
     return rows

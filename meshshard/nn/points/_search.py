@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshshard.comm import Domain
-from meshshard.errors import DomainError, MeshshardError
+from meshshard.errors import DomainError, MeshshardError, n_of
 from meshshard.mesh import Array
 from meshshard.neighbours import Cloud, finite, squared_length, widened
 from meshshard.nn.points._scan import Scan, dimension
@@ -168,7 +168,7 @@ def _afford(x: Side, edges: int, what: str, most: int | None = None) -> None:
     counts = x.domain.share((edges, edges * EDGE_BYTES, _free(x.domain.device)))
     total = sum(count for count, _, _ in counts)
     if most is not None and total > most:
-        raise DomainError(f"{what}: {total:,} edges, at most {most:,} are allowed")
+        raise DomainError(f"{what}: {n_of(total, 'edges')}, at most {most:,} are allowed")
     for rank, (count, size, free) in enumerate(counts):
         if size > free:
             raise DomainError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshshard.comm import Domain
-from meshshard.errors import MeshshardError
+from meshshard.errors import MeshshardError, n_of
 from meshshard.neighbours import finite
 from meshshard.tensor import Sharding, ShardTensor
 from meshshard.tensor.align import rows_and_sharding
@@ -41,7 +41,9 @@ def farthest_points(pos: Tensor, n: int, start: int = 0) -> Tensor:
     """
     rows, sharding = rows_and_sharding(pos)
     if not 1 <= n <= sharding.total or not 0 <= start < sharding.total:
-        raise MeshshardError(f"farthest_points: {n} from row {start} of {sharding.total} points")
+        raise MeshshardError(
+            f"farthest_points: {n} from row {start} of {n_of(sharding.total, 'points')}"
+        )
     columns = rows.detach().to(torch.float64).T.contiguous()
     sharding.domain.together(lambda: finite(columns.T.cpu().numpy()), "farthest_points")
     source = sharding.sources(rows.device)
@@ -91,7 +93,7 @@ def random_points(x: Tensor, n: int, seed: int) -> Tensor:
     """
     rows, sharding = rows_and_sharding(x)
     if not 0 <= n <= sharding.total:
-        raise MeshshardError(f"random_points: {n} of {sharding.total} rows")
+        raise MeshshardError(f"random_points: {n} of {n_of(sharding.total, 'rows')}")
     source = sharding.sources(rows.device)
     keys = numbers(0, torch.full_like(source, seed), source)
     keys = (keys * 2.0**BITS).to(torch.int64)
