@@ -33,10 +33,10 @@ def _launch(args: argparse.Namespace) -> int:
     from meshshard import launch
     from meshshard.errors import MeshshardError
 
-    if not args.words:
-        raise MeshshardError("say what to run: meshshard launch N script.py …")
+    if args.words in ([], ["-m"]):
+        raise MeshshardError("say what to run: meshshard launch N script.py …, or -m module …")
     script = args.words[0]
-    if not script.startswith("-") and not Path(script).is_file():
+    if script != "-m" and not Path(script).is_file():
         raise MeshshardError(f"{script}: no such script; give a file, or -m module")
     return launch.launch(args.ranks, args.words)
 

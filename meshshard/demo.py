@@ -77,8 +77,8 @@ def _on_two_ranks(folder: Path) -> Iterator[str]:
     done = subprocess.run(command_of(2, words), capture_output=True, text=True)
     yield from done.stdout.splitlines()
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "rror" in line]
-        why = lines[0].strip() if lines else f"exit code {done.returncode}"
+        lines = done.stderr.strip().splitlines()
+        why = lines[-1] if lines else f"exit code {done.returncode}"
         raise MeshshardError(f"two ranks did not equal one: {why}; try: meshshard selftest")
 
 

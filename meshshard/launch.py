@@ -14,15 +14,16 @@ def launch(ranks: int, words: Sequence[str], *, quiet: bool = False) -> int:
     """Run a script on `ranks` processes by torchrun, and wait for them.
 
     torchrun looks the host's name up unless it is told addresses, and can hang there; here it is.
-    One rank that fails ends the others.
+    One rank that fails ends the others; what it failed by is the last line on standard error.
 
     Args:
         ranks: processes.
         words: `script.py` or `-m module`, and its arguments.
-        quiet: keep what torchrun itself says to itself.
+        quiet: say nothing on standard error.
 
     Returns:
-        The exit code, 0 where all ranks ended well.
+        The exit code: 0 where all ranks ended well, else that of the first that failed, as a shell
+        has it.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     errors = subprocess.DEVNULL if quiet else None
@@ -32,7 +33,7 @@ def launch(ranks: int, words: Sequence[str], *, quiet: bool = False) -> int:
 def command_of(ranks: int, words: Sequence[str]) -> list[str]:
     """The torchrun command: a rendezvous on this machine, at a port that torchrun finds itself."""
     return [
-        sys.executable, "-m", "torch.distributed.run",
+        sys.executable, "-m", "meshshard.comm._torchrun",
         "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks),
-        *words,
+        "-m", "meshshard._rank", *words,
     ]  # fmt: skip

@@ -30,6 +30,16 @@ if domain.rank == 1:
     raise SystemExit(7)
 time.sleep(60)
 """
+TOLD = """
+import sys, time
+import torch
+from meshshard.comm import init_domain
+domain = init_domain()
+if domain.rank == 1:
+    {}
+domain.all_reduce(torch.ones(3))
+time.sleep(60)
+"""
 ABOVE = "tensor([0., 0., 0., 0., 1., 1., 1., 1.])\n"
 
 
@@ -57,9 +67,46 @@ def test_a_rank_that_fails_ends_the_others(tmp_path):
     assert run("launch", 2, "fails.py", cwd=tmp_path).returncode != 0
 
 
-def test_nothing_to_launch_is_one_line(capsys):
-    assert cli.main(["launch", "2"]) == 1
-    assert "say what to run" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("failing", "code", "last"),
+    [
+        ("raise ValueError('so it\\n is')", 1, "error: rank 1: ValueError: so it is"),
+        ("sys.exit(7)", 7, "error: rank 1: ended with exit code 7"),
+        ("sys.exit('error: plainly')", 1, "error: rank 1: plainly"),
+        ("import os; os._exit(9)", 9, "error: rank 1: failed with exit code 9"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "error: rank 1: was killed by SIGKILL"),
+    ],
+)
+def test_what_failed_first_is_the_last_line(tmp_path, failing, code, last):
+    (tmp_path / "fails.py").write_text(TOLD.format(failing))
+    done = run("launch", 2, "fails.py", cwd=tmp_path)
+    assert done.returncode == code
+    assert done.stderr.splitlines()[-1].startswith(last)
+    for unwanted in ("FAILED", "elastic", "runpy", "_rank.py"):
+        assert unwanted not in done.stderr
+
+
+def test_a_script_runs_as_it_would_alone(tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "beside.py").write_text("WORD = 'beside'\n")
+    (tmp_path / "here" / "script.py").write_text(
+        "import pickle, sys\nimport beside\nassert 'torch' not in sys.modules\n"
+        "class Own:\n    pass\n"
+        "assert type(pickle.loads(pickle.dumps(Own()))) is Own\n"
+        "print(__name__, beside.WORD, sys.argv, __file__)\n"
+    )
+    done = run("launch", 1, "here/script.py", "-m", "--x", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "__main__ beside ['here/script.py', '-m', '--x'] here/script.py\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [([], "say what to run"), (["-m"], "say what to run"), (["--fast"], "--fast: no such script")],
+)
+def test_nothing_to_launch_is_one_line(capsys, words, why):
+    assert cli.main(["launch", "2", *words]) == 1
+    assert why in capsys.readouterr().err
 
 
 def test_selftest_on_a_folder_of_ones_own(tmp_path):

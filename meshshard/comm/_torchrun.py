@@ -1,0 +1,51 @@
+"""Torchrun, which says in one line what failed instead of in a block of its own."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from meshshard._processes import how_it_ended
+
+__all__ = ["main"]
+
+
+def main(words: Sequence[str]) -> int:
+    """Run ranks, each by `meshshard._rank`.
+
+    Args:
+        words: as torchrun takes them.
+
+    Returns:
+        The exit code: of the first rank that failed, as a shell has it.
+    """
+    logging.disable(logging.ERROR)  # torchrun tells of every signal that it sends
+    try:
+        run.main(list(words))
+    except ChildFailedError as error:
+        rank, failure = min(error.failures.items(), key=lambda one: _when(one[1]))
+        word = _word(failure)
+        why = word["message"] if word else how_it_ended(failure.exitcode, b"")
+        sys.stderr.write(f"error: rank {rank}: {' '.join(why.split())}\n")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return 0
+
+
+def _word(failure: Any) -> dict[str, Any]:
+    """What a rank has left as it failed, nothing where it could not."""
+    return failure.message if isinstance(failure.message, dict) else {}
+
+
+def _when(failure: Any) -> tuple[bool, float]:
+    """When a rank failed; those that were told to end, as another had failed, come last."""
+    return failure.exitcode == -signal.SIGTERM, _word(failure).get("time", failure.timestamp)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
