@@ -194,9 +194,9 @@ class Partition:
         style: Style | None = None,
     ) -> Any:
         """Show it, in a notebook or a window; see `meshshard.viz.plot_shards`."""
-        from meshshard.viz import plot_shards
+        from meshshard.viz import plot_shards, show
 
-        return plot_shards(self, field=field, explode=explode, halo=halo, style=style).show()
+        return show(plot_shards(self, field=field, explode=explode, halo=halo, style=style))
 
     def __repr__(self) -> str:
         """One line: how many of what, in how many shards."""

@@ -293,6 +293,12 @@ def test_plot_shows_off_screen_too(parts: Partition, monkeypatch: pytest.MonkeyP
     parts.plot(explode=0.2, style=SMALL)
 
 
+@pytest.mark.skipif(bool(os.environ.get("DISPLAY")), reason="there is a display")
+def test_plot_without_a_display_says_how_to_get_a_picture(parts: Partition) -> None:
+    with pytest.warns(MeshWarning, match=r"no display .*show\(screenshot='cut.png'\)"):
+        parts.plot(style=SMALL)
+
+
 def test_tables_for_notebooks(mesh: Mesh, parts: Partition) -> None:
     table = mesh._repr_html_()
     for said in ("surface", "9,825", "quad", "pMeanTrim", "float32 × 3", "…"):

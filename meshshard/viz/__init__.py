@@ -3,7 +3,8 @@
 PyVista and VTK load when something is drawn. A machine that cannot draw gets a `RenderError`.
 """
 
+from meshshard.viz._canvas import show
 from meshshard.viz._charts import Svg, plot_bars, plot_rank_graph
 from meshshard.viz._shards import Style, plot_shards, view
 
-__all__ = ["Style", "Svg", "plot_bars", "plot_rank_graph", "plot_shards", "view"]
+__all__ = ["Style", "Svg", "plot_bars", "plot_rank_graph", "plot_shards", "show", "view"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from meshshard.errors import RenderError
+from meshshard.errors import MeshWarning, RenderError
 from meshshard.mesh import Array
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "look_into",
     "plotter",
     "point_size",
+    "show",
 ]
 
 WINDOW = "VTK_DEFAULT_OPENGL_WINDOW"  # VTK's own name for its choice of window
@@ -128,6 +130,25 @@ def plotter(size: tuple[int, int], *, flat: bool = False, hidden: bool = False) 
     else:
         made.enable_anti_aliasing("ssaa")
     return made
+
+
+def show(made: Any) -> Any:
+    """Show a picture, in a notebook or a window; where there is neither, say how to get it.
+
+    Args:
+        made: a plotter, of `plot_shards`.
+    """
+    import pyvista
+
+    wanted = pyvista.OFF_SCREEN or pyvista.ON_SCREENSHOT
+    if made.off_screen and not made.notebook and not wanted:
+        warnings.warn(
+            "there is no display to open a window on; plot_shards(…).show(screenshot='cut.png') "
+            "writes a picture, as meshshard view --png does",
+            MeshWarning,
+            stacklevel=3,
+        )
+    return made.show()
 
 
 def point_size(n: int) -> float:
