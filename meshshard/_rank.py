@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from meshshard._processes import die_with_parent
+
 __all__ = ["main"]
 
 RUNPY = runpy.run_path.__code__.co_filename
@@ -24,6 +26,7 @@ def main(words: list[str]) -> int:
     Returns:
         The exit code.
     """
+    die_with_parent()
     try:
         _run(words)
     except SystemExit as ended:

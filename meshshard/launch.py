@@ -14,7 +14,8 @@ def launch(ranks: int, words: Sequence[str], *, quiet: bool = False) -> int:
     """Run a script on `ranks` processes by torchrun, and wait for them.
 
     torchrun looks the host's name up unless it is told addresses, and can hang there; here it is.
-    One rank that fails ends the others; what it failed by is the last line on standard error.
+    No rank outlives this process (on Linux). One that fails ends the others; what it failed by is
+    the last line on standard error.
 
     Args:
         ranks: processes.

@@ -3,8 +3,10 @@
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,22 @@ def run(*words, cwd):
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
+def soon(condition, seconds=30):
+    """Whether a condition holds within some time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.1)
+    return condition()
+
+
+def runs(number):
+    """Whether a process is there, and not dead and waiting to be asked for its exit code."""
+    try:
+        return bool(Path(f"/proc/{number}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
 def example(word):
     """The first example of the documentation with a word in it."""
     text = (ROOT / "docs" / "ranks.md").read_text(encoding="utf-8")
@@ -65,6 +83,21 @@ def test_every_rank_runs_the_script(tmp_path):
 def test_a_rank_that_fails_ends_the_others(tmp_path):
     (tmp_path / "fails.py").write_text(FAILS)
     assert run("launch", 2, "fails.py", cwd=tmp_path).returncode != 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc, and the kernel to end children")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_the_launcher(tmp_path, how):
+    text = "import os, time\nopen(f'{os.getpid()}.pid', 'w').close()\ntime.sleep(60)\n"
+    (tmp_path / "waits.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "meshshard", "launch", "2", "waits.py"]
+    launcher = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    assert soon(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    launcher.send_signal(how)
+    launcher.wait()
+    numbers = [file.stem for file in tmp_path.glob("*.pid")]
+    assert soon(lambda: not any(runs(number) for number in numbers))
 
 
 @pytest.mark.parametrize(

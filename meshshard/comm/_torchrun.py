@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from meshshard._processes import how_it_ended
+from meshshard._processes import die_with_parent, how_it_ended
 
 __all__ = ["main"]
 
@@ -25,6 +25,7 @@ def main(words: Sequence[str]) -> int:
     Returns:
         The exit code: of the first rank that failed, as a shell has it.
     """
+    die_with_parent()
     logging.disable(logging.ERROR)  # torchrun tells of every signal that it sends
     try:
         run.main(list(words))
