@@ -253,6 +253,8 @@ def largest(domain: Domain, x: Tensor, dims: tuple[int, ...] = (), keepdim: bool
 
     A rank without rows takes no part. Integers have no gradient.
     """
+    if x.dtype == torch.bool:
+        return largest(domain, x.to(torch.uint8), dims, keepdim).to(torch.bool)
     if x.is_floating_point():
         out: Tensor = _Largest.apply(x, domain, dims)  # type: ignore[no-untyped-call]
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
-from meshshard.tensor.core import Sharding, ShardTensor, refuse, sharded
+from meshshard.tensor.core import Sharding, ShardTensor, dim_of, refuse, sharded
 
 __all__ = [
     "aligned", "alike", "dim_of", "global_shape", "own_rows", "rows_and_sharding", "shape_of",
@@ -77,17 +77,6 @@ def global_shape(x: ShardTensor, local: torch.Size) -> torch.Size:
     """A local shape with the rows of all ranks."""
     d = x._dim
     return torch.Size((*local[:d], x._sharding.total, *local[d + 1 :]))
-
-
-def dim_of(dim: int, ndim: int) -> int:
-    """A dim counted from the left.
-
-    Raises:
-        IndexError: as torch does, out of range.
-    """
-    if not -ndim <= dim < max(ndim, 1):
-        raise IndexError(f"Dimension out of range (dims are {-ndim} to {ndim - 1}, got {dim})")
-    return dim % max(ndim, 1)
 
 
 _native = torch._C.DisableTorchFunctionSubclass

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError, n_of
-from meshshard.tensor.core import Sharding, ShardTensor, wrap
+from meshshard.tensor.core import Sharding, ShardTensor, dim_of, wrap
 
 __all__ = ["shard"]
 
@@ -34,13 +34,14 @@ def shard(
 
     Raises:
         MeshshardError: the tensor has another number of rows than the sizes.
+        IndexError: there is no such dim.
     """
     sharding = sizes if isinstance(sizes, Sharding) else Sharding(domain, sizes)
     if root is not None:
         return _from_root(x, sharding, dim, root)
     if x is None:
         raise MeshshardError(f"rank {domain.rank} has no tensor; say which rank has: root=…")
-    dim = dim % max(x.ndim, 1)
+    dim = dim_of(dim, x.ndim)
     if x.ndim == 0 or x.shape[dim] != sharding.total:
         raise MeshshardError(
             f"a tensor {tuple(x.shape)} for {n_of(sharding.total, 'rows')} on dim {dim}"
@@ -58,7 +59,7 @@ def _from_root(x: Tensor | None, sharding: Sharding, dim: int, root: int) -> Sha
     if about is None:
         raise MeshshardError(f"rank {root} has no tensor to divide")
     shape, dtype = about
-    dim = dim % max(len(shape), 1)
+    dim = dim_of(dim, len(shape))
     if not shape or shape[dim] != sharding.total:
         raise MeshshardError(f"a tensor {shape} for {n_of(sharding.total, 'rows')} on dim {dim}")
     if domain.rank == root:

@@ -25,6 +25,7 @@ __all__ = [
     "ShardTensor",
     "Sharding",
     "called_from",
+    "dim_of",
     "name_of",
     "native",
     "refuse",
@@ -127,8 +128,9 @@ class ShardTensor(Tensor):
 
         Raises:
             MeshshardError: the rows are not as many as the sharding says.
+            IndexError: there is no such dim.
         """
-        dim %= max(local.ndim, 1)
+        dim = dim_of(dim, local.ndim)
         if local.ndim == 0 or local.shape[dim] != sharding.own:
             raise MeshshardError(
                 f"rank {sharding.domain.rank} has a tensor {tuple(local.shape)}, "
@@ -250,6 +252,17 @@ def called_from(file: str, function: str = "") -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def dim_of(dim: int, ndim: int) -> int:
+    """A dim counted from the left.
+
+    Raises:
+        IndexError: as torch does, out of range.
+    """
+    if not -ndim <= dim < max(ndim, 1):
+        raise IndexError(f"Dimension out of range (dims are {-ndim} to {ndim - 1}, got {dim})")
+    return dim % max(ndim, 1)
 
 
 def wrap(local: Tensor, sharding: Sharding, dim: int) -> ShardTensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from meshshard.tensor.align import alike, dim_of, native_ndim, own_rows, shape_of
+from meshshard.tensor.align import aligned, alike, dim_of, native_ndim, own_rows, shape_of
 from meshshard.tensor.core import Rule, Sharding, ShardTensor, native, refuse, sharded, wrap
 from meshshard.tensor.views import followed
 
@@ -194,7 +194,10 @@ def narrow(x: ShardTensor, dim: int, start: int, length: int) -> ShardTensor:
     """A run along a dim."""
     dim = dim_of(dim, native_ndim(x))
     total = shape_of(x)[dim]
-    start = int(start) % total if total else 0
+    start = int(start)
+    if not -total <= start <= total:
+        raise IndexError(f"start out of range (it is within {-total} and {total}, got {start})")
+    start += total * (start < 0)
     if start + length > total:
         raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({total}).")
     if dim == x._dim:
@@ -294,6 +297,11 @@ def embedding(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Rows of a table, by sharded numbers."""
     if type(x) is not ShardTensor or type(weight) is ShardTensor:
         raise refuse(F.embedding, (x, weight), None, "a sharded table")
+    names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):
+        why = "max_norm and scale_grad_by_freq look at the numbers of all rows"
+        raise refuse(F.embedding, (x,), None, why)
     with native():
         return wrap(F.embedding(x, weight, *args, **kwargs), x._sharding, x._dim)
 
@@ -306,10 +314,14 @@ def one_hot(x: ShardTensor, num_classes: int = -1) -> ShardTensor:
 
 
 def take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
-    """As gather, along a dim other than the sharded one."""
-    if dim is None:
-        raise refuse(torch.take_along_dim, (x, indices), None, "say along which dim")
-    return torch.gather(x, dim, indices)
+    """As gather, along a dim other than the sharded one; other dims of size one are repeated."""
+    (x, indices), first, back = aligned(torch.take_along_dim, (x, indices))
+    at = native_ndim(first) - back
+    if dim is None or native_ndim(x) != native_ndim(indices) or dim_of(dim, native_ndim(x)) == at:
+        why = "say along which dim, other than the sharded one, of tensors of equally many dims"
+        raise refuse(torch.take_along_dim, (x, indices), None, why)
+    with native():
+        return wrap(torch.take_along_dim(x, indices, dim), first._sharding, at)
 
 
 def _both(name: str, rule: Rule) -> dict[Any, Rule]:

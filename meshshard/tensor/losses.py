@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from inspect import signature
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ def _elementwise(func: Callable[..., Any]) -> Rule:
 
     def _rule(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        how = _reduction(func, given)
+        how = _reduction(given)
         tensors = [n for n, v in given.items() if isinstance(v, Tensor)]
         parts, first, back = aligned(func, [given[n] for n in tensors])
         with native():
@@ -32,12 +34,14 @@ def _elementwise(func: Callable[..., Any]) -> Rule:
         terms = wrap(terms, first._sharding, terms.ndim - back)
         if how == "batchmean":
             return terms.sum() / shape_of(first)[0]
+        if how == "mean" and func is F.mse_loss and given.get("weight") is not None:
+            return terms.sum() / given["weight"].sum()
         return _reduced(terms, how)
 
     return _rule
 
 
-def _reduction(func: Any, given: dict[str, Any]) -> str:
+def _reduction(given: dict[str, Any]) -> str:
     """How terms are reduced, deprecated words included."""
     size_average, reduce = given.pop("size_average", None), given.pop("reduce", None)
     how = given.pop("reduction", "mean")
@@ -58,7 +62,7 @@ def _rowwise(func: Callable[..., Any]) -> Rule:
 
     def _rule(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        how = _reduction(func, given)
+        how = _reduction(given)
         first = alike(func, list(given.values()))
         if first._dim != 0 or native_ndim(first) < 2:
             raise refuse(func, list(given.values()), None, "rows must be the first dim")
@@ -75,6 +79,20 @@ def _rowwise(func: Callable[..., Any]) -> Rule:
     return _rule
 
 
+_distance = _elementwise(F.l1_loss)
+
+
+def l1_loss(*args: Any, **kwargs: Any) -> Any:
+    """The mean of distances; refused with a weight, which torch leaves behind on the way here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    if frame and frame.f_locals.get("weight") is not None:
+        why = "torch drops its weight: write ((x - y).abs() * weight).sum() / weight.sum()"
+        raise refuse(F.l1_loss, args, None, why)
+    return _distance(*args, **kwargs)
+
+
 def cross_entropy(*args: Any, **kwargs: Any) -> Any:
     """Cross entropy and negative log likelihood: a mean over the weights of the classes hit."""
     return _classes(F.cross_entropy, *args, **kwargs)
@@ -87,7 +105,7 @@ def nll_loss(*args: Any, **kwargs: Any) -> Any:
 
 def _classes(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(signature(func).parameters, args, strict=False)) | kwargs
-    how = _reduction(func, given)
+    how = _reduction(given)
     x, target = given.pop("input"), given.pop("target")
     first = alike(func, (x, target))
     dim = first._dim
@@ -122,7 +140,6 @@ def _weights(target: Tensor, given: dict[str, Any]) -> Tensor:
 
 ELEMENTWISE = [
     "mse_loss",
-    "l1_loss",
     "smooth_l1_loss",
     "huber_loss",
     "binary_cross_entropy",
@@ -144,6 +161,7 @@ ROWWISE = [
 RULES: dict[Any, Rule] = {
     **{f: _elementwise(f) for n in ELEMENTWISE if (f := getattr(F, n, None))},
     **{f: _rowwise(f) for n in ROWWISE if (f := getattr(F, n, None))},
+    F.l1_loss: l1_loss,
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
 }

@@ -99,6 +99,8 @@ def group_norm(
 
 def normalize(x: Sharded, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
     """Vectors of norm one."""
+    if out is not None:
+        raise refuse(F.normalize, (x,), None, "out=")
     return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
 
 

@@ -158,7 +158,7 @@ RULES: dict[Any, Rule] = {
     **_both("bmm", _labelled(torch.bmm, "bmk", "bkn", "bmn")),
     **_both("mv", _labelled(torch.mv, "mk", "k", "m")),
     **_both("dot", _labelled(torch.dot, "k", "k", "")),
-    **_both("vdot", _labelled(torch.dot, "k", "k", "")),
+    **_both("vdot", _labelled(torch.vdot, "k", "k", "")),
     **_both("outer", outer), **_both("ger", outer),
     **_both("addmm", _added(torch.mm)), **_both("addmv", _added(torch.mv)),
     **_both("baddbmm", _added(torch.bmm)),

@@ -75,6 +75,7 @@ def native_dropout(x: Sharded, p: float = 0.5, train: bool = True) -> Any:
 
 def rand_like(x: Sharded, **kwargs: Any) -> ShardTensor:
     """Uniform numbers in [0, 1)."""
+    _default_only(torch.rand_like, x, kwargs)
     with native():
         draw = uniform(x).to(kwargs.get("dtype") or x.dtype)
     return _made(draw, x, kwargs)
@@ -82,30 +83,40 @@ def rand_like(x: Sharded, **kwargs: Any) -> ShardTensor:
 
 def randn_like(x: Sharded, **kwargs: Any) -> ShardTensor:
     """Normal numbers, by the inverse of their distribution."""
+    _default_only(torch.randn_like, x, kwargs)
     with native():
         draw = _normal(x).to(kwargs.get("dtype") or x.dtype)
     return _made(draw, x, kwargs)
 
 
-def bernoulli(x: Sharded, p: Any = None, **_: Any) -> ShardTensor:
+def bernoulli(x: Sharded, p: Any = None, **kwargs: Any) -> ShardTensor:
     """Zeros and ones with the probability that x says, or p."""
+    _default_only(torch.bernoulli, x, kwargs)
     with native():
         draw = (uniform(x) < (x if p is None else p)).to(x.dtype)
     return wrap(draw, x._sharding, x._dim)
 
 
-def uniform_(x: Sharded, low: float = 0.0, high: float = 1.0, **_: Any) -> ShardTensor:
+def uniform_(x: Sharded, low: float = 0.0, to: float = 1.0, **kwargs: Any) -> ShardTensor:
     """Fill with uniform numbers."""
+    _default_only(torch.Tensor.uniform_, x, kwargs)
+    low = kwargs.get("from", low)
     with native(), torch.no_grad():
-        x.copy_(uniform(x) * (high - low) + low)
+        x.copy_(uniform(x) * (to - low) + low)
     return x  # type: ignore[no-any-return]
 
 
-def normal_(x: Sharded, mean: float = 0.0, std: float = 1.0, **_: Any) -> ShardTensor:
+def normal_(x: Sharded, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> ShardTensor:
     """Fill with normal numbers."""
+    _default_only(torch.Tensor.normal_, x, kwargs)
     with native(), torch.no_grad():
         x.copy_(_normal(x) * std + mean)
     return x  # type: ignore[no-any-return]
+
+
+def _default_only(func: Any, x: Sharded, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("generator") is not None:
+        raise refuse(func, (x,), None, "numbers are keyed by rows and torch.manual_seed alone")
 
 
 def _normal(x: Sharded) -> Tensor:
@@ -139,7 +150,7 @@ def feature_dropout(x: Sharded, p: float = 0.5, training: bool = True,
     with native():
         shape = native_shape(x)[:2] + (1,) * (len(shape_of(x)) - 2)
         scale = mask.view(shape)
-        return wrap(x * scale, x._sharding, 0)
+        return x.mul_(scale) if inplace else wrap(x * scale, x._sharding, 0)
 
 
 RULES: dict[Any, Rule] = {

@@ -109,7 +109,12 @@ def amax(x: Sharded, dim: Dims = (), keepdim: bool = False) -> Any:
 
 def amin(x: Sharded, dim: Dims = (), keepdim: bool = False) -> Any:
     """Smallest values; all global ties share the gradient."""
-    return -amax(-x, dim, keepdim)
+    return _turned(amax(_turned(x), dim, keepdim))
+
+
+def _turned(x: Any) -> Any:
+    """Numbers in the opposite order, which has no overflow."""
+    return -x if x.is_floating_point() else ~x
 
 
 def maximum(x: Sharded, dim: Any = None, keepdim: bool = False) -> Any:
@@ -132,20 +137,23 @@ def minimum(x: Sharded, dim: Any = None, keepdim: bool = False) -> Any:
 
 def _extreme(func: Callable[..., Any], x: Sharded, dim: int, keepdim: bool) -> Any:
     answer = torch.return_types.max if func is torch.max else torch.return_types.min
+    if x.dtype == torch.bool:
+        values, places = _extreme(func, x.to(torch.uint8), dim, keepdim)
+        return answer((values.to(torch.bool), places))
     dim = dim_of(dim, native_ndim(x))
     if dim != x._dim:
         with native():
             values, places = func(x, dim, keepdim=keepdim)
         at = kept_dim(x, (dim,), keepdim)
         return answer((wrap(values, x._sharding, at), wrap(places, x._sharding, at)))
-    places = _place(x if func is torch.max else -x, dim)
+    places = _place(x if func is torch.max else _turned(x), dim)
     with native():
         mine = (places >= x._sharding.first) & (places < x._sharding.first + x._sharding.own)
         local = torch.where(mine, places - x._sharding.first, 0)
         if x._sharding.own:
             value = torch.where(mine, torch.gather(x, dim, local), 0)
         else:
-            value = x.sum(dim, keepdim=True)
+            value = x.sum(dim, keepdim=True, dtype=x.dtype)
         values = x._sharding.domain.all_reduce(value)
     if not keepdim:
         values, places = values.squeeze(dim), places.squeeze(dim)
@@ -174,6 +182,8 @@ def argmax(x: Sharded, dim: int | None = None, keepdim: bool = False) -> Any:
         if x._dim != 0:
             raise refuse(torch.argmax, (x,), None, "without a dim, rows must be the first dim")
         width = count_of(x, tuple(range(1, native_ndim(x))))
+        if not width * x._sharding.total:
+            raise IndexError("argmax(): expected a non-empty tensor")
         flat = _flat(x)
         place = _place_flat(flat, x, width)
         return place.reshape([1] * native_ndim(x)) if keepdim else place
@@ -182,7 +192,7 @@ def argmax(x: Sharded, dim: int | None = None, keepdim: bool = False) -> Any:
 
 def argmin(x: Sharded, dim: int | None = None, keepdim: bool = False) -> Any:
     """Lowest global place of the smallest value."""
-    return argmax(-x, dim, keepdim)
+    return argmax(_turned(x), dim, keepdim)
 
 
 def _flat(x: Sharded) -> Tensor:
@@ -195,7 +205,7 @@ def _place_flat(flat: Tensor, x: Sharded, width: int) -> Tensor:
     domain = x._sharding.domain
     top = largest(domain, flat, (0,), True)
     ids = torch.arange(len(flat), device=flat.device) + x._sharding.first * width
-    far = torch.where(flat == top, ids, x._sharding.total * width)
+    far = torch.where((flat == top) | torch.isnan(flat), ids, x._sharding.total * width)
     return -largest(domain, -far, (0,), False)
 
 
@@ -231,6 +241,7 @@ def var(
     if x._dim not in dims and x._sharding.own:  # torch warns of a variance of nothing
         return local_reduction(torch.var, x, dims, keepdim, correction=correction)
     apart = x - mean(x, dims, True)
+    apart = apart.abs() if x.is_complex() else apart
     return total(apart * apart, dims, keepdim) / max(count_of(x, dims) - correction, 0)
 
 
@@ -256,6 +267,8 @@ def vector_norm(
     out: Any = None,
 ) -> Any:  # fmt: skip
     """Norm of vectors: local norms of own rows, then the norm of these."""
+    if out is not None:
+        raise refuse(torch.linalg.vector_norm, (x,), None, "out=")
     dims = _dims(x, dim)
     if x._dim not in dims:
         with native():
@@ -291,7 +304,7 @@ def logsumexp(x: Sharded, dim: Dims, keepdim: bool = False) -> Any:
         return local_reduction(torch.logsumexp, x, dims, keepdim)
     top = _finite_top(x, dims)
     out = torch.log(total(torch.exp(x - top), dims, True)) + top
-    return out if keepdim else out.reshape(total(x.detach(), dims).shape)
+    return out if keepdim else out.squeeze(dims)
 
 
 def _finite_top(x: Sharded, dims: tuple[int, ...]) -> Tensor:

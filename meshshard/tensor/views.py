@@ -55,6 +55,8 @@ def reshape(x: ShardTensor, *shape: Any, **kwargs: Any) -> ShardTensor:
     """Another shape of the same numbers; rows may be joined with what follows them, or split."""
     wanted = kwargs.get("shape", kwargs.get("size", shape))
     if len(wanted) == 1 and isinstance(wanted[0], torch.dtype):
+        if wanted[0].itemsize != x.element_size() and x._dim == native_ndim(x) - 1:
+            raise refuse("view", (x,), None, f"{wanted[0]} joins or splits the rows' numbers")
         with native():
             return wrap(x.view(wanted[0]), x._sharding, x._dim)
     wanted = wanted[0] if len(wanted) == 1 and not isinstance(wanted[0], int) else wanted
@@ -141,7 +143,7 @@ def squeeze(x: ShardTensor, dim: Any = None) -> ShardTensor:
 
 def unsqueeze(x: ShardTensor, dim: int) -> ShardTensor:
     """A new dim of size one."""
-    dim = dim % (native_ndim(x) + 1)
+    dim = dim_of(dim, native_ndim(x) + 1)
     with native():
         return wrap(x.unsqueeze(dim), x._sharding, x._dim + (dim <= x._dim))
 
@@ -274,7 +276,7 @@ def rows_between(sizes: Sequence[int], first: int, last: int) -> list[int]:
 def stack(tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> Any:
     """Join along a new dim."""
     first = alike(torch.stack, tensors)
-    dim = dim % (native_ndim(first) + 1)
+    dim = dim_of(dim, native_ndim(first) + 1)
     parts = [_part(x, first) for x in tensors]
     with native():
         return wrap(torch.stack(parts, dim), first._sharding, first._dim + (dim <= first._dim))
@@ -313,7 +315,7 @@ def tensor_split(x: ShardTensor, parts: Any, dim: int = 0) -> tuple[Any, ...]:
     if isinstance(parts, int):
         each, more = divmod(total, parts)
         return _pieces(x, [each + (i < more) for i in range(parts)], dim)
-    cuts = [0, *(min(int(p), total) for p in parts), total]
+    cuts = [0, *(slice(int(p)).indices(total)[1] for p in parts), total]
     return _pieces(x, [b - a for a, b in itertools.pairwise(cuts)], dim)
 
 

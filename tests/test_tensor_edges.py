@@ -1,0 +1,131 @@
+"""What is seldom asked of a sharded tensor: odd types, arguments, places; as torch, or refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from meshshard.comm import DomainError, init_domain, simulate
+from meshshard.comm.domain import counted
+from meshshard.tensor import ShardTensor, shard
+
+SIZES = (3, 0, 5)
+
+
+def draw(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+
+def with_nan():
+    x = draw(8, 3)
+    x[6, 1] = torch.nan
+    return x
+
+
+BYTES = torch.tensor([3, 0, 7, 1, 9, 2, 5, 6], dtype=torch.uint8)[:, None]
+LEAST = torch.tensor([3, -(2**63), 7, 1, 9, 2, 5, 6])[:, None]
+FLAGS = torch.tensor([0, 0, 1, 0, 0, 0, 1, 0], dtype=torch.bool)[:, None]
+PICK = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])[:, None, None]
+SAME = {
+    "argmax with a NaN": (lambda x: x.argmax(), with_nan()),
+    "argmin with a NaN": (lambda x: x.argmin(), with_nan()),
+    "amin of bytes": (lambda x: x.amin(), BYTES),
+    "argmin of bytes": (lambda x: x.argmin(), BYTES),
+    "min of bytes": (lambda x: x.min(0), BYTES),
+    "max of bytes": (lambda x: x.max(0), BYTES),
+    "amin of the least number": (lambda x: x.amin(), LEAST),
+    "argmin of the least number": (lambda x: x.argmin(), LEAST),
+    "amax of flags": (lambda x: x.amax(), FLAGS),
+    "amin of flags": (lambda x: x.amin(0), FLAGS),
+    "max of flags": (lambda x: x.max(0), FLAGS),
+    "min of flags": (lambda x: x.min(0), FLAGS),
+    "vdot": (lambda x: torch.vdot(x, x * 1j), draw(8, dtype=torch.complex128)),
+    "var of complex numbers": (lambda x: x.var(0), draw(8, 3, dtype=torch.complex128)),
+    "std of complex numbers": (lambda x: x.std(), draw(8, 3, dtype=torch.complex128)),
+    "tensor_split from the end": (lambda x: x.tensor_split((-2,)), draw(8, 3)),
+    "narrow from the end": (lambda x: x.narrow(0, -2, 2), draw(8, 3)),
+    "narrow to nothing": (lambda x: x.narrow(0, 8, 0), draw(8, 3)),
+    "take_along_dim repeats": (lambda x, i: x.take_along_dim(i, 1), draw(8, 3, 4), PICK),
+    "mse_loss with weights": (lambda x, w: F.mse_loss(x, 0 * x, weight=w), draw(8, 3), draw(8, 3)),
+    "view of other features": (lambda x: x.view(torch.float32), draw(8, 3)),
+}
+REFUSED = {
+    "vector_norm out": lambda x: torch.linalg.vector_norm(x, 2, 0, out=torch.zeros(3)),
+    "normalize out": lambda x: F.normalize(x, out=torch.zeros(8, 3)),
+    "view of other rows": lambda x: x[:, 0].view(torch.float32),
+    "embedding that is renormed": lambda x: F.embedding(x.long(), draw(9, 2), max_norm=0.1),
+    "a generator": lambda x: x.clone().normal_(generator=torch.Generator()),
+    "take_along_dim of rows": lambda x: x.take_along_dim(x.long().clamp(0, 7), 0),
+    "l1_loss with weights": lambda x: F.l1_loss(x, 0 * x, weight=x),
+}
+OUTSIDE = {
+    "unsqueeze": lambda x: x.unsqueeze(9),
+    "stack": lambda x: torch.stack([x, x], 9),
+    "narrow": lambda x: x.narrow(0, 20, 1),
+    "narrow from the end": lambda x: x.narrow(0, -20, 1),
+    "from_local": lambda x: ShardTensor.from_local(x.to_local(), x.sharding, 2),
+    "shard": lambda x: shard(x.gather(), x.sharding.domain, (8,), dim=2),
+    "argmax of nothing": lambda x: x[:, :0].argmax(),
+}
+
+
+def whole(found):
+    found = found if isinstance(found, tuple) else (found,)
+    return [a.gather() if type(a) is ShardTensor else a for a in found]
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_as_torch_has_it(case):
+    function, *given = SAME[case]
+    found = simulate(3, lambda d: whole(function(*(shard(x, d, SIZES) for x in given))))
+    for rank in found:
+        for got, wanted in zip(rank, whole(function(*given)), strict=True):
+            torch.testing.assert_close(got, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_wrong_without_a_word_is_refused(case):
+    with pytest.raises(DomainError, match="no exact rule"):
+        simulate(3, lambda d: REFUSED[case](shard(draw(8, 3), d, SIZES)))
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_what_is_out_of_range_is_an_error(case):
+    with pytest.raises(IndexError):
+        OUTSIDE[case](shard(draw(8, 3), init_domain(), (8,)))
+
+
+def small_types_job():
+    """Ranks without rows send the same type as the others."""
+    domain = init_domain()
+    sizes = (8,) + (0,) * (domain.size - 1)
+    for x in (BYTES, FLAGS, LEAST.int()):
+        sharded = shard(x, domain, sizes)
+        assert sharded.max(0)[0].dtype == x.dtype
+        assert sharded.max(0)[0] == x.max(0)[0]
+        assert sharded.amin() == x.amin()
+
+
+def test_small_types_between_processes(ranks):
+    ranks[2].run(small_types_job)
+
+
+def test_numbers_between_two_are_between_them():
+    x = shard(draw(8, 3), init_domain(), (8,))
+    assert 3 <= x.uniform_(3.0, to=5.0).min() < x.max() < 5
+
+
+def test_dropout_of_features_in_place():
+    x = shard(draw(8, 3, 4, 4), init_domain(), (8,))
+    out = F.dropout2d(x, 0.5, True, True)
+    assert out is x
+    assert (x == 0).any()
+
+
+def test_logsumexp_sends_its_largest_and_its_sum():
+    def job(domain):
+        x = shard(draw(8, 3), domain, SIZES)
+        with counted(domain) as traffic:
+            x.logsumexp(0)
+        return traffic.total().calls
+
+    assert simulate(3, job) == [2, 2, 2]
