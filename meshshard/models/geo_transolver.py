@@ -15,7 +15,7 @@ from meshshard.nn import CrossSliceAttention, ball_query, grouped
 from meshshard.nn._built import as_built
 from meshshard.nn.slices._layer import Piece, Run, means, summed
 from meshshard.nn.slices._passes import by_rows
-from meshshard.nn.slices.slice_attention import of_heads, rows_of, tile_of
+from meshshard.nn.slices.slice_attention import batch_of, of_heads, tile_of
 from meshshard.tensor import ShardGraph
 from meshshard.tensor.core import uncompiled
 from meshshard.tensor.tokens import merged
@@ -181,7 +181,7 @@ class SliceTokens(nn.Module):
         return uncompiled(self._forward, x)  # type: ignore[no-any-return]
 
     def _forward(self, x: Tensor) -> Tensor:
-        rows, sharding = rows_of(x, self.dim)
+        rows, sharding = batch_of(x, self.dim)
         if not as_built(self):
             sums = merged(sharding.domain, self._by_modules(x))
             return means(sums, 1e-5, rows.dtype)

@@ -16,7 +16,7 @@ from meshshard.nn._built import as_built
 from meshshard.nn.slices._layer import Layer, Piece, Run
 from meshshard.nn.slices._passes import apply, by_rows, infer
 from meshshard.nn.slices._stages import Noise
-from meshshard.nn.slices.slice_attention import rows_of, tile_of, with_rows
+from meshshard.nn.slices.slice_attention import batch_of, tile_of, with_rows
 from meshshard.tensor import Sharding
 from meshshard.tensor.core import uncompiled
 
@@ -114,7 +114,7 @@ class Transolver(nn.Module):
         """
         if not all(map(_as_built, (self.preprocess, *self.blocks))):
             return self._evaluated(x, context)
-        rows, sharding = rows_of(x, self.in_dim)
+        rows, sharding = batch_of(x, self.in_dim)
         run = self._run(sharding)
         tokens = self._tokens(context)
         layers = [block.layer(None, tokens) for block in self.blocks]  # type: ignore[operator]
@@ -185,7 +185,7 @@ class Transolver(nn.Module):
     def _begun(self, x: Tensor) -> Tensor:
         if not _as_built(self.preprocess):
             return self.preprocess(x) + self.placeholder  # type: ignore[no-any-return]
-        rows, sharding = rows_of(x, self.in_dim)
+        rows, sharding = batch_of(x, self.in_dim)
         run = self._run(sharding)
         return with_rows(by_rows(self._beginning(), run, rows), x)
 
@@ -247,7 +247,7 @@ class Block(nn.Module):
     def _forward(self, x: Tensor, context: Tensor | None) -> Tensor:
         if not _as_built(self):
             return self._by_modules(x, context)
-        rows, sharding = rows_of(x, self.Attn.dim)
+        rows, sharding = batch_of(x, self.Attn.dim)
         layer = self.layer(self.Attn.noise(rows, sharding), context)
         return with_rows(apply(layer, self.Attn.run(sharding), rows), x)
 

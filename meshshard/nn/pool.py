@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.tensor import Sharding
-from meshshard.tensor.align import own_rows, rows_and_sharding
-from meshshard.tensor.tokens import merged, wide
+from meshshard.tensor.align import own_rows, rows_of
+from meshshard.tensor.reductions import wide
+from meshshard.tensor.tokens import merged
 
 __all__ = [
     "AttentionPool", "attention_pool", "global_add_pool", "global_max_pool", "global_mean_pool",
@@ -35,7 +36,7 @@ def global_add_pool(x: Tensor, batch: Tensor | None = None, size: int | None = N
     Communication: one all-reduce of the result forward and backward; one more for `size`, if it is
     not given.
     """
-    rows, sharding = rows_and_sharding(x)
+    rows, sharding = rows_of(x)
     sums = _sums(rows, *_samples(rows, sharding, batch, size))
     return sharding.domain.all_reduce(sums).to(x.dtype)
 
@@ -45,7 +46,7 @@ def global_mean_pool(x: Tensor, batch: Tensor | None = None, size: int | None = 
 
     Communication: one all-reduce of (size, … and one) forward and backward, as there for `size`.
     """
-    rows, sharding = rows_and_sharding(x)
+    rows, sharding = rows_of(x)
     flat = rows.reshape(len(rows), rows.shape[1:].numel())
     sample, size = _samples(rows, sharding, batch, size)
     sums = _sums(flat, sample, size)
@@ -64,7 +65,7 @@ def global_max_pool(x: Tensor, batch: Tensor | None = None, size: int | None = N
     Communication: one all-reduce of maxima and one of (size, 2, …) forward, one backward, as in
     `global_add_pool` for `size`.
     """
-    rows, sharding = rows_and_sharding(x)
+    rows, sharding = rows_of(x)
     sample, size = _samples(rows, sharding, batch, size)
     top = _tops(rows.detach(), sample, size, sharding.domain)
     hit = rows == top[sample]
@@ -96,8 +97,8 @@ def attention_pool(
 
     Li et al., Graph Matching Networks (2019); PyG's AttentionalAggregation.
     """
-    rows, sharding = rows_and_sharding(x)
-    gates, other = rows_and_sharding(scores)
+    rows, sharding = rows_of(x)
+    gates, other = rows_of(scores)
     if other != sharding or gates.ndim != 2 or rows.ndim != 2 or rows.shape[1] % gates.shape[1]:
         raise MeshshardError(
             f"attention_pool: scores {tuple(scores.shape)} for rows {tuple(x.shape)}: "
@@ -140,7 +141,7 @@ def _samples(rows: Tensor, sharding: Sharding, batch: Any, size: int | None) -> 
     """Sample of own rows, and how many samples there are."""
     if batch is None:
         return rows.new_zeros(len(rows), dtype=torch.int64), 1 if size is None else size
-    sample, other = rows_and_sharding(batch)
+    sample, other = rows_of(batch)
     if type(batch) is Tensor and len(batch) == sharding.total:
         sample, other = own_rows(batch, sharding, 0), sharding
     if other != sharding:

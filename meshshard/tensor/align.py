@@ -11,9 +11,7 @@ from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.tensor.core import Sharding, ShardTensor, dim_of, refuse, sharded
 
-__all__ = [
-    "aligned", "alike", "dim_of", "global_shape", "own_rows", "rows_and_sharding", "shape_of",
-]  # fmt: skip
+__all__ = ["aligned", "alike", "dim_of", "global_shape", "own_rows", "rows_of", "shape_of"]
 
 
 def alike(func: Any, args: Any, kwargs: Any = None) -> ShardTensor:
@@ -68,6 +66,19 @@ def own_rows(x: Tensor, sharding: Sharding, dim: int) -> Tensor:
     return x.narrow(dim, sharding.first, sharding.own)
 
 
+def rows_of(x: Any) -> tuple[Tensor, Sharding]:
+    """Own rows and how rows are divided; those of a plain tensor are all on one rank.
+
+    Raises:
+        MeshshardError: rows are not the first dim.
+    """
+    if type(x) is not ShardTensor:
+        return x, Sharding(Domain(device=x.device), [len(x)])
+    if x.sharded_dim != 0:
+        raise MeshshardError(f"rows must be the first dim, they are dim {x.sharded_dim}")
+    return x.to_local(), x.sharding
+
+
 def shape_of(x: ShardTensor) -> torch.Size:
     """The global shape."""
     return global_shape(x, native_shape(x))
@@ -92,16 +103,3 @@ def native_shape(x: Tensor) -> torch.Size:
     """Local shape, asked without a rule."""
     with _native():
         return x.shape
-
-
-def rows_and_sharding(x: Any) -> tuple[Tensor, Sharding]:
-    """Own rows and how rows are divided, a plain tensor being that of one rank.
-
-    Raises:
-        MeshshardError: another dim than the first is sharded.
-    """
-    if type(x) is not ShardTensor:
-        return x, Sharding(Domain(), [len(x)])
-    if x.sharded_dim != 0:
-        raise MeshshardError(f"rows must be the first dim, they are dim {x.sharded_dim}")
-    return x.to_local(), x.sharding

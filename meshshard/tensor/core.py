@@ -26,6 +26,7 @@ __all__ = [
     "Sharding",
     "called_from",
     "dim_of",
+    "local_of",
     "name_of",
     "native",
     "refuse",
@@ -272,6 +273,12 @@ def wrap(local: Tensor, sharding: Sharding, dim: int) -> ShardTensor:
     out._dim = dim
     local.__class__ = ShardTensor  # last: Dynamo breaks its graph here
     return out
+
+
+def local_of(x: Any) -> Tensor:
+    """Own rows of a sharded tensor as a plain one; a plain tensor as it is."""
+    rows: Tensor = x.to_local() if isinstance(x, ShardTensor) else x
+    return rows
 
 
 def sharded(args: Any) -> list[ShardTensor]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from meshshard.comm import Domain, Exchange
 from meshshard.errors import MeshshardError, n_of
 from meshshard.plan import Plan
-from meshshard.tensor.core import NoShardRule, Sharding, ShardTensor, name_of
+from meshshard.tensor.core import NoShardRule, Sharding, ShardTensor, local_of, name_of
 
-__all__ = ["ShardGraph"]
+__all__ = ["ShardGraph", "starts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ class ShardGraph:
         to = edge_index[1] - nodes.first
         mine = torch.nonzero((to >= 0) & (to < nodes.own)).view(-1)
         mine = mine[torch.argsort(to[mine], stable=True)]
-        indptr = _starts(torch.bincount(to[mine], minlength=nodes.own))
+        indptr = starts(torch.bincount(to[mine], minlength=nodes.own))
         return ShardGraph.from_ids(edge_index[0, mine], indptr, nodes, sources, mine)
 
     @staticmethod
@@ -178,7 +178,7 @@ class ShardGraph:
     @cached_property
     def interior(self) -> Tensor:
         """(own nodes,) bool, nodes that read own rows only: computed while halo rows travel."""
-        crossing = _starts(self.indices >= self.sources.own)
+        crossing = starts(self.indices >= self.sources.own)
         return crossing[self.indptr[1:]] == crossing[self.indptr[:-1]]
 
     def local(self, x: Any) -> Tensor:
@@ -189,13 +189,12 @@ class ShardGraph:
 
         Communication: one exchange, forward and backward.
         """
-        if isinstance(x, ShardTensor) and x.sharding != self.sources:
+        if isinstance(x, ShardTensor) and (x.sharding != self.sources or x.sharded_dim != 0):
             raise MeshshardError(
-                f"rows {tuple(x.shape)} in {x.sharding} are not divided as the graph's sources: "
-                f"{self.sources}; x.redistribute(sizes) divides them so"
+                f"rows {tuple(x.shape)}, dim {x.sharded_dim} in {x.sharding}, are not divided as "
+                f"the graph's sources: dim 0 in {self.sources}; x.redistribute(sizes) divides them"
             )
-        rows = x.to_local() if isinstance(x, ShardTensor) else x
-        return self.domain.exchange(rows, self.exchange)
+        return self.domain.exchange(local_of(x), self.exchange)
 
     def lift(self, x: Any) -> tuple[ShardTensor, ShardTensor]:
         """Rows of the source and of the destination of every edge: x[row] and x[col], (n_edges, …).
@@ -240,7 +239,8 @@ def _graph(
     return ShardGraph(nodes, sources, tuple(counts), origin, indptr, rows, halo, origins, plan)
 
 
-def _starts(counts: Tensor) -> Tensor:
+def starts(counts: Tensor) -> Tensor:
+    """Where rows begin whose lengths these are, and where the last ends."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 

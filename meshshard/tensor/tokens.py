@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 
-__all__ = ["merged", "merged_in_order", "wide"]
+__all__ = ["merged", "merged_in_order"]
 
 
 def merged(domain: Domain, sums: Tensor, top: Tensor | None = None) -> Tensor:
@@ -50,8 +50,3 @@ def merged_in_order(domain: Domain, sums: Tensor, shards: Sequence[int]) -> Tens
     Communication: one all-to-all of k sums, forward and backward.
     """
     return domain.all_gather(sums, shards).sum(0)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over many rows are kept in."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

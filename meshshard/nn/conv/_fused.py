@@ -17,9 +17,11 @@ from torch.nn import Parameter
 from meshshard.comm import linear
 from meshshard.nn._built import touched
 from meshshard.nn.conv._affine import affine
-from meshshard.nn.graph._sparse import Total, kept, starts
+from meshshard.nn.graph._sparse import Total, kept
 from meshshard.nn.graph.aggregate import NeighbourSum, aggregate, in_edges
 from meshshard.tensor import ShardGraph, ShardTensor
+from meshshard.tensor.core import local_of
+from meshshard.tensor.graph import starts
 
 __all__ = ["fused"]
 
@@ -96,7 +98,7 @@ def _affine(
     root: Any,
     graph: ShardGraph,
 ) -> Any:
-    x, z = (a.to_local() if type(a) is ShardTensor else a for a in pair)
+    x, z = (local_of(a) for a in pair)
     if pair[1] is pair[0]:
         z = x
     if isinstance(op, Total):
@@ -144,7 +146,7 @@ def _sg(conv: Any, x: Any, target: Any, graph: ShardGraph) -> Any:
 def _normalised(x: Any, conv: Any, graph: ShardGraph) -> Any:
     """One product with the normalised adjacency of GCN (Kipf and Welling 2017)."""
     sums = _laplacian(conv, graph, x.dtype)
-    out = linear.apply(sums, x.to_local() if type(x) is ShardTensor else x)
+    out = linear.apply(sums, local_of(x))
     return ShardTensor.from_local(out, graph.nodes) if type(x) is ShardTensor else out
 
 

@@ -20,7 +20,7 @@ from meshshard.nn.conv._rings import padded
 from meshshard.nn.graph._sparse import largest
 from meshshard.tensor.core import Sharding, ShardTensor, native, wrap
 
-__all__ = ["RULES", "over_all_rows"]
+__all__ = ["RULES", "on_own_rows"]
 
 
 def _dropout(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -50,10 +50,10 @@ def _batch_norm(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> An
     given.pop("input")
     tail = args[len(names) :]
     rest = [given.pop(name) for name in names[1:] if name in given and len(args) > 1]
-    return over_all_rows(run, x, lambda own: func(own, *rest, *tail, **given))
+    return on_own_rows(run, x, lambda own: func(own, *rest, *tail, **given))
 
 
-def over_all_rows(run: Inside, x: Tensor, norm: Callable[[Any], Any]) -> Tensor:
+def on_own_rows(run: Inside, x: Tensor, norm: Callable[[Any], Any]) -> Tensor:
     """A function that couples rows, on the own rows of all ranks; zeros behind them.
 
     What was derived of halo rows has to be fetched again.

@@ -17,6 +17,7 @@ from meshshard.comm import Domain, simulate
 from meshshard.errors import MeshshardError
 from meshshard.nn.conv.convert import convert
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
+from meshshard.tensor.graph import starts
 
 __all__ = ["Consistency", "ConvCheck", "check_consistency", "check_conv"]
 
@@ -224,8 +225,7 @@ class _Given:
             return torch.arange(n), [n]
         order = torch.argsort(self.edge_index[1], stable=True)
         count = torch.bincount(self.edge_index[1], minlength=n)
-        indptr = nn.functional.pad(count.cumsum(0), (1, 0))
-        whole = Graph(indptr=indptr.numpy(), indices=self.edge_index[0][order].numpy())
+        whole = Graph(indptr=starts(count).numpy(), indices=self.edge_index[0][order].numpy())
         labels = torch.from_numpy(Metis()(whole, parts))
         return torch.argsort(labels, stable=True), torch.bincount(labels, minlength=parts).tolist()
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from meshshard.nn.conv._inside import RUNNING
-from meshshard.nn.conv._rules import over_all_rows
+from meshshard.nn.conv._rules import on_own_rows
 from meshshard.nn.conv._subclass import reclass
 from meshshard.nn.conv.graph_conv import adopt
 from meshshard.tensor import ShardTensor
@@ -100,6 +100,6 @@ def coupled(cls: type[Any]) -> type[Any]:
                 return norm(x, *args, **kwargs)
             if any(a is not None for a in (*args, *kwargs.values())):
                 raise refuse(f"{cls.__name__} inside {run.name}", (), None, "of several graphs")
-            return over_all_rows(run, x, norm)
+            return on_own_rows(run, x, norm)
 
     return Coupled

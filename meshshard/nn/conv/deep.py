@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from meshshard.comm import Domain, Exchange
 from meshshard.errors import MeshshardError
 from meshshard.nn.conv._rings import bipartite
-from meshshard.nn.graph._sparse import kept, starts
+from meshshard.nn.conv.convert import NORMS
+from meshshard.nn.graph._sparse import kept
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
-from meshshard.tensor.core import refuse
+from meshshard.tensor.core import local_of, refuse
+from meshshard.tensor.graph import starts
 
 __all__ = ["DeepGraph", "Deepened", "deepened"]
 
@@ -133,9 +135,9 @@ class Deepened(nn.Module):
         """What the layers make of nodes and edges."""
         deep = deepened(graph, self.depth)
         domain, sharded = graph.domain, type(x) is ShardTensor
-        seen: list[Any] = [domain.exchange(_own(x), deep.rows)]
+        seen: list[Any] = [domain.exchange(local_of(x), deep.rows)]
         if edge_attr is not None:
-            seen.append(domain.exchange(_own(edge_attr), deep.fetch)[deep.order])
+            seen.append(domain.exchange(local_of(edge_attr), deep.fetch)[deep.order])
         inputs = [
             ShardTensor.from_local(t, s) if sharded else t
             for t, s in zip(seen, (deep.local.nodes, deep.local.edges), strict=False)
@@ -145,20 +147,12 @@ class Deepened(nn.Module):
         return tuple(give(t) for t in out) if isinstance(out, tuple) else give(out)
 
 
-COUPLED = {
-    "BatchNorm", "BatchNorm1d", "SyncBatchNorm", "GraphNorm", "PairNorm", "InstanceNorm",
-    "MeanSubtractionNorm", "DiffGroupNorm", "GraphSizeNorm",
-}  # fmt: skip
-
-
-def _own(x: Any) -> Tensor:
-    rows: Tensor = x.to_local() if type(x) is ShardTensor else x
-    return rows
+COUPLED = {"BatchNorm", "BatchNorm1d", "SyncBatchNorm", *NORMS} - {"LayerNorm"}  # but by its mode
 
 
 def _given(out: Any, deep: DeepGraph, sharded: bool) -> Any:
     """Own rows of nodes or edges."""
-    graph, rows = deep.graph, _own(out)
+    graph, rows = deep.graph, local_of(out)
     if rows.shape[0] == deep.local.edges.own != deep.local.nodes.own:
         places = torch.argsort(deep.order)[: graph.edges.own]
         own, sharding = rows[places], graph.edges

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from meshshard.comm import linear
 from meshshard.tensor import ShardGraph
+from meshshard.tensor.graph import starts
 
-__all__ = ["Ends", "Take", "Total", "kept", "largest", "starts"]
+__all__ = ["Ends", "Take", "Total", "kept", "largest"]
 
 RUN = 2048  # edges whose rows are compared at a time: a few arrays of them stay in the cache
 TILE = 2048  # rows of a part, and up to twice as many: they stay in the cache
@@ -262,11 +263,6 @@ def _rows(sums: Total) -> Tensor:
         count = sums.indptr.diff()
         sums.rows = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
     return sums.rows
-
-
-def starts(counts: Tensor) -> Tensor:
-    """Where rows begin whose lengths these are, and where the last ends."""
-    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from torch import Tensor
 from meshshard.comm import Exchange, linear
 from meshshard.comm.exchange import Running
 from meshshard.errors import MeshshardError, n_of
-from meshshard.nn.graph._sparse import Total, kept, largest, starts
+from meshshard.nn.graph._sparse import Total, kept, largest
 from meshshard.tensor import ShardGraph, ShardTensor
+from meshshard.tensor.graph import starts
 
 __all__ = ["NeighbourSum", "aggregate", "in_edges"]
 

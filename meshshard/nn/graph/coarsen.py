@@ -14,9 +14,10 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
-from meshshard.nn.graph._sparse import starts
 from meshshard.nn.graph.aggregate import aggregate
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
+from meshshard.tensor.core import local_of
+from meshshard.tensor.graph import starts
 
 __all__ = ["Level", "cluster", "cluster_around", "coarsen"]
 
@@ -90,7 +91,7 @@ def cluster_around(pos: Any, rows: Tensor) -> Any:
     """
     from scipy.spatial import cKDTree
 
-    own = pos.to_local() if type(pos) is ShardTensor else pos
+    own = local_of(pos)
     chosen = pos.detach()[rows]
     _, nearest = cKDTree(chosen.double().cpu().numpy()).query(own.detach().double().cpu().numpy())
     labels = torch.from_numpy(nearest.astype("int64")).to(own.device)
@@ -111,7 +112,7 @@ def coarsen(graph: ShardGraph, labels: Any) -> Level:
     making of three graphs.
     """
     domain, nodes = graph.domain, graph.nodes
-    own = labels.to_local() if type(labels) is ShardTensor else labels
+    own = local_of(labels)
     clusters, number = _numbered(domain, own)
     seen = domain.exchange(own, graph.exchange)
     pairs = torch.stack([seen[graph.indices], own[graph.destinations]], 1)

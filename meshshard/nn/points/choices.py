@@ -12,7 +12,7 @@ from meshshard.comm import Domain
 from meshshard.errors import MeshshardError, n_of
 from meshshard.neighbours import finite
 from meshshard.tensor import Sharding, ShardTensor
-from meshshard.tensor.align import rows_and_sharding
+from meshshard.tensor.align import rows_of
 from meshshard.tensor.core import wrap
 from meshshard.tensor.random import numbers
 
@@ -39,7 +39,7 @@ def farthest_points(pos: Tensor, n: int, start: int = 0) -> Tensor:
 
     Communication: one gather of objects; one all-gather of a point a rank for each point.
     """
-    rows, sharding = rows_and_sharding(pos)
+    rows, sharding = rows_of(pos)
     if not 1 <= n <= sharding.total or not 0 <= start < sharding.total:
         raise MeshshardError(
             f"farthest_points: {n} from row {start} of {n_of(sharding.total, 'points')}"
@@ -91,7 +91,7 @@ def random_points(x: Tensor, n: int, seed: int) -> Tensor:
 
     Communication: four all-reduces of 2^14 counts and one gather of objects.
     """
-    rows, sharding = rows_and_sharding(x)
+    rows, sharding = rows_of(x)
     if not 0 <= n <= sharding.total:
         raise MeshshardError(f"random_points: {n} of {n_of(sharding.total, 'rows')}")
     source = sharding.sources(rows.device)
@@ -125,7 +125,7 @@ def mask_of(rows: Tensor, x: Tensor) -> Tensor:
 
     Communication: none.
     """
-    own, sharding = rows_and_sharding(x)
+    own, sharding = rows_of(x)
     mask = torch.zeros(sharding.own, dtype=torch.bool, device=own.device)
     here = rows - sharding.first
     mask[here[(here >= 0) & (here < sharding.own)]] = True

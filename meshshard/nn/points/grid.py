@@ -17,7 +17,7 @@ from torch import Tensor
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.tensor import ShardTensor
-from meshshard.tensor.align import alike
+from meshshard.tensor.align import alike, rows_of
 from meshshard.tensor.core import wrap
 
 __all__ = ["Box", "grid_from_points", "points_from_grid"]
@@ -84,7 +84,7 @@ def points_from_grid(grid: Tensor, pos: Any, box: Box) -> Any:
         )
     nodes = grid.reshape(-1, grid.shape[-1])
     out = nodes.new_zeros(())
-    for node, weight in box.corners(_local(pos)):
+    for node, weight in box.corners(rows_of(pos)[0]):
         out = out + nodes[node] * weight[:, None]
     return wrap(out, pos.sharding, 0) if type(pos) is ShardTensor else out
 
@@ -108,7 +108,7 @@ def grid_from_points(x: Any, pos: Any, box: Box, mean: bool = True) -> Tensor:
     domain = Domain()
     if type(x) is ShardTensor:
         domain = alike("grid_from_points", (x, pos)).sharding.domain
-    rows, points = _local(x), _local(pos)
+    rows, points = rows_of(x)[0], rows_of(pos)[0]
     n = torch.Size(box.shape).numel()
     kind = torch.promote_types(rows.dtype, torch.float32)
     sums = rows.new_zeros((n, rows.shape[1] + 1), dtype=kind)
@@ -121,12 +121,3 @@ def grid_from_points(x: Any, pos: Any, box: Box, mean: bool = True) -> Tensor:
         values = values / torch.where(weights > 0, weights, 1.0)
     values = values.to(rows.dtype) if rows.is_floating_point() else values
     return values.reshape(*box.shape, -1)
-
-
-def _local(x: Any) -> Tensor:
-    """Own rows."""
-    if type(x) is not ShardTensor:
-        return x  # type: ignore[no-any-return]
-    if x.sharded_dim != 0:
-        raise MeshshardError(f"rows must be the first dim, they are dim {x.sharded_dim}")
-    return x.to_local()

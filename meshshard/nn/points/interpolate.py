@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshshard.nn.points.knn import edge_vectors, knn, local_rows
+from meshshard.comm import linear
+from meshshard.nn.graph._sparse import Ends
+from meshshard.nn.points.knn import edge_vectors, knn
 from meshshard.tensor import ShardGraph, ShardTensor
-from meshshard.tensor.core import wrap
+from meshshard.tensor.core import local_of, wrap
 
 __all__ = ["interpolate", "knn_interpolate"]
 
@@ -44,19 +46,15 @@ def interpolate(x: Tensor, pos_x: Tensor, pos_y: Tensor, graph: ShardGraph) -> T
     Communication: two exchanges (positions and features); backward one of features, one more of
     positions that want a gradient.
     """
-    vectors = local_rows(edge_vectors(pos_x, graph, pos_y))
+    vectors = local_of(edge_vectors(pos_x, graph, pos_y))
     source = graph.local(x)[graph.indices]
     kind = torch.promote_types(source.dtype, torch.float32)  # a half holds no weight of 1e16
     vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     weights = 1 / (vectors * vectors).sum(1).clamp(min=CLOSEST)
     weights = weights.to(kind).view(-1, *[1] * (source.ndim - 1))
     least = torch.finfo(kind).tiny  # of a place without neighbours
-    out = _sums(source * weights, graph) / _sums(weights, graph).clamp(min=least)
+    sums = Ends.of(graph).arriving
+    above, below = linear.apply(sums, source * weights), linear.apply(sums, weights)
+    out = above / below.clamp(min=least)
     out = out.to(source.dtype)
     return wrap(out, graph.nodes, 0) if isinstance(x, ShardTensor) else out
-
-
-def _sums(rows: Tensor, graph: ShardGraph) -> Tensor:
-    """Sums over the in-edges of every own row, in their order."""
-    zero = torch.zeros((graph.nodes.own, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-    return zero.index_add(0, graph.destinations, rows)

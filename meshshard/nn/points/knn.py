@@ -16,7 +16,7 @@ from torch import Tensor
 from meshshard.errors import MeshshardError
 from meshshard.nn.points._search import Side, around, nearest, side
 from meshshard.tensor import ShardGraph, ShardTensor
-from meshshard.tensor.core import wrap
+from meshshard.tensor.core import local_of, wrap
 
 __all__ = ["ball_query", "edge_vectors", "grouped", "knn", "knn_graph", "radius_graph"]
 
@@ -119,7 +119,7 @@ def edge_vectors(pos: Tensor, graph: ShardGraph, to: Tensor | None = None) -> Te
 
     Communication: one exchange, forward and backward.
     """
-    ends = local_rows(pos if to is None else to)
+    ends = local_of(pos if to is None else to)
     vectors = graph.local(pos)[graph.indices] - ends[graph.destinations]
     return wrap(vectors, graph.edges, 0) if isinstance(pos, ShardTensor) else vectors
 
@@ -154,11 +154,6 @@ def grouped(x: Tensor, graph: ShardGraph, width: int | None = None) -> tuple[Ten
     if not isinstance(x, ShardTensor):
         return rows, mask
     return wrap(rows, graph.nodes, 0), wrap(mask, graph.nodes, 0)
-
-
-def local_rows(x: Tensor) -> Tensor:
-    """Own rows of a sharded tensor, a plain one as it is."""
-    return x.to_local() if isinstance(x, ShardTensor) else x
 
 
 def _counted(k: int, what: str) -> int:

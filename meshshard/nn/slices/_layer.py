@@ -15,7 +15,8 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.tensor import Sharding
-from meshshard.tensor.tokens import merged, merged_in_order, wide
+from meshshard.tensor.reductions import wide
+from meshshard.tensor.tokens import merged, merged_in_order
 
 __all__ = [
     "FEW",

@@ -32,8 +32,8 @@ __all__ = [
     "VARIANTS",
     "CrossSliceAttention",
     "SliceAttention",
+    "batch_of",
     "of_heads",
-    "rows_of",
     "tile_of",
     "with_rows",
 ]
@@ -126,13 +126,13 @@ class SliceAttention(nn.Module):
     def _forward(self, x: Tensor, context: Tensor | None) -> Tensor:
         if not as_built(self):
             return self._by_modules(x, context)
-        rows, sharding = rows_of(x, self.dim)
+        rows, sharding = batch_of(x, self.dim)
         layer = self.layer(self.noise(rows, sharding), context)
         return with_rows(apply(layer, self.run(sharding), rows), x)
 
     def _by_modules(self, x: Tensor, context: Tensor | None) -> Tensor:
         """The same, each module called; by ordinary operations on all rows."""
-        rows, sharding = rows_of(x, self.dim)
+        rows, sharding = batch_of(x, self.dim)
         whole, run = slice(0, rows.shape[1]), replace(self.run(sharding), tile=0)
         made = self.in_project_x(x).unflatten(-1, (self.heads, -1))
         logits = self.in_project_slice(made)
@@ -279,7 +279,7 @@ def tile_of(tile: int | None, heads: int, slices: int) -> int:
     return max(WEIGHTS // (heads * slices), 1) if tile is None else tile
 
 
-def rows_of(x: Tensor, dim: int) -> tuple[Tensor, Sharding]:
+def batch_of(x: Tensor, dim: int) -> tuple[Tensor, Sharding]:
     """Own rows as a plain (B, n, C), and how all are divided; a plain tensor is all of them.
 
     Raises:
