@@ -242,6 +242,13 @@ LAYERS = {
     "nn.RNN state of state": lambda x, y, w, c, n: _layer(
         torch.stack([x, y]), lambda: _Twice(nn.RNN(6, 4, nonlinearity="relu"))
     ),
+    "nn.GRUCell": lambda x, y, w, c, n: _layer(x, lambda: _Twice(nn.GRUCell(6, 4))),
+    "nn.RNNCell state": lambda x, y, w, c, n: _layer(
+        x, lambda: nn.RNNCell(6, 6, nonlinearity="relu"), y
+    ),
+    "nn.LSTMCell plain state": lambda x, y, w, c, n: _layer(
+        x, lambda: nn.LSTMCell(6, 6), (y, c.expand(14, 6))
+    )[1],
     "nn.CrossEntropyLoss": lambda x, y, w, c, n: nn.CrossEntropyLoss()(x, n),
     "nn.MSELoss": lambda x, y, w, c, n: nn.MSELoss()(x, y),
     "nn.SmoothL1Loss": lambda x, y, w, c, n: nn.SmoothL1Loss()(x, y),
@@ -262,6 +269,10 @@ REFUSED = {  # they couple all rows: refused by name, never wrong
     "nn.LSTM along rows": lambda x, y, w, c, n: _layer(
         torch.stack([x, y]), lambda: nn.LSTM(6, 6, batch_first=True)
     )[0],
+    "nn.GRUCell of a column": lambda x, y, w, c, n: _layer(x[:, 0], lambda: nn.GRUCell(14, 6)),
+    "nn.GRUCell state of few": lambda x, y, w, c, n: _layer(
+        x, lambda: nn.GRUCell(6, 6), x[:3].gather()
+    ),
     "nn.LSTM dropout": lambda x, y, w, c, n: _layer(
         torch.stack([x, y]), lambda: nn.LSTM(6, 6, 2, dropout=0.5)
     )[0],
@@ -287,10 +298,10 @@ def _set(x, index, value):
     return out
 
 
-def _layer(x, make):
+def _layer(x, make, *given):
     """A layer with the same parameters on every rank."""
     torch.manual_seed(5)
-    return make().double()(x)
+    return make().double()(x, *given)
 
 
 class _Twice(nn.Module):
@@ -301,6 +312,8 @@ class _Twice(nn.Module):
         self.layer = layer
 
     def forward(self, x):
+        if isinstance(self.layer, nn.RNNCellBase):
+            return self.layer(x, self.layer(x))
         return self.layer(x, self.layer(x)[1])[0]
 
 
