@@ -389,6 +389,9 @@ def test_what_cannot_be_right_is_refused_by_name():
         (pyg.SAGEConv(C, C, decomposed_layers=2), "decomposed_layers=2"),
         (nn.Sequential(pyg.TopKPooling(C)), "TopKPooling"),
         (nn.Sequential(pyg.SAGPooling(C)), "SAGPooling"),
+        (nn.Sequential(pyg.aggr.EquilibriumAggregation(C, C, [8])), "alike on every rank"),
+        (pyg.aggr.MultiAggregation(["mean", "median"]), "MedianAggregation .*orders the rows"),
+        (nn.Sequential(pyg.aggr.SortAggregation(5)), "SortAggregation .*dense matrix"),
     ]:
         with pytest.raises(NoShardRule, match=why):
             convert(conv)

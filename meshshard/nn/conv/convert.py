@@ -30,6 +30,17 @@ REFUSED = {
     "its edges join nodes and hyperedges: two bipartite layers": ("HypergraphConv",),
     "it has several kinds of nodes": ("HeteroConv", "HGTConv", "HANConv", "HEATConv"),
 }  # fmt: skip
+READOUTS = {
+    "it turns the nodes of a graph into one dense matrix": (
+        "SortAggregation", "SetTransformerAggregation", "GraphMultisetTransformer",
+        "LSTMAggregation", "GRUAggregation", "MLPAggregation", "LCMAggregation",
+        "PatchTransformerAggregation",
+    ),
+    "it orders the rows of all ranks": ("MedianAggregation", "QuantileAggregation"),
+    "its energy is differentiated by a tensor that is alike on every rank": (
+        "EquilibriumAggregation",
+    ),
+}  # fmt: skip
 NORMS = (
     "GraphNorm", "InstanceNorm", "PairNorm", "LayerNorm", "MeanSubtractionNorm", "DiffGroupNorm",
     "GraphSizeNorm",
@@ -60,8 +71,11 @@ def convert(model: M, rings: int | None = None) -> M:
     """
     from torch_geometric.nn import MessagePassing
 
+    inside = {
+        m for conv in model.modules() if isinstance(conv, MessagePassing) for m in conv.modules()
+    }
     for module in model.modules():
-        _refuse(module)
+        _refuse(module, REFUSED if module in inside else REFUSED | READOUTS)
     for module in list(model.modules()):
         if isinstance(module, MessagePassing):
             adopt(module, rings)
@@ -70,11 +84,11 @@ def convert(model: M, rings: int | None = None) -> M:
     return model
 
 
-def _refuse(module: nn.Module) -> None:
+def _refuse(module: nn.Module, refused: dict[str, tuple[str, ...]]) -> None:
     name = type(module).__name__
     if not type(module).__module__.startswith("torch_geometric."):
         return
-    for why, names in REFUSED.items():
+    for why, names in refused.items():
         if name in names:
             raise refuse(f"torch_geometric.nn.{name}", (), None, why)
 
