@@ -7,6 +7,7 @@ import convs
 import pytest
 import torch
 import torch_geometric.nn as pyg
+import torch_geometric.utils as pyg_utils
 from convs import (
     DROPPED,
     EDGE,
@@ -379,6 +380,48 @@ class Coupling(MessagePassing):
         return self.propagate(edge_index, x=self.couple(x))
 
 
+class Backwards(MessagePassing):
+    """A user's that sends along edges the other way, or sums at their sources."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def forward(self, x, edge_index):
+        row, col = edge_index
+        if self.way == "flip":
+            return self.propagate(edge_index.flip(0), x=x)
+        if self.way == "both":
+            return self.propagate(torch.cat([edge_index, edge_index.flip(0)], 1), x=x)
+        if self.way == "scatter":
+            return pyg_utils.scatter(x[col], row, 0, x.size(0), "sum")
+        if self.way == "softmax":
+            return x * pyg_utils.softmax(x[col][:, 0], row, num_nodes=x.size(0)).sum()
+        if self.way == "index_add":
+            return torch.zeros_like(x).index_add(0, row, x[col])
+        out = pyg_utils.degree(row, x.size(0), x.dtype)  # every edge that leaves is there
+        loops, _ = pyg_utils.add_self_loops(edge_index, num_nodes=x.size(0))
+        return self.propagate(loops, x=x / (1 + out)[:, None])
+
+
+def backwards_job():
+    """Refused on every rank, but for numbers of edges and loops, which are exact."""
+    domain = init_domain()
+    edges, graph, x, _ = sample(domain, directed=True)
+    rows = own(x, graph.nodes)
+    for way in ("flip", "both", "scatter", "softmax", "index_add"):
+        with pytest.raises(
+            MeshshardError, match=r"at the sources of edges|edges that leave a node"
+        ):
+            convert(Backwards(way))(rows, graph)
+    got = convert(Backwards(""))(rows, graph).detach().gather()
+    return farthest(got, Backwards("")(x, edges))
+
+
+def test_edges_the_other_way_are_refused(ranks):
+    assert max(ranks[3].run(backwards_job)) < TOLERANCE
+
+
 def test_what_cannot_be_right_is_refused_by_name():
     for conv, why in [
         (pyg.SAGEConv(C, C, aggr="lstm"), "LSTMAggregation of SAGEConv"),
@@ -403,13 +446,22 @@ def test_what_cannot_be_right_is_refused_by_name():
         convert(pyg.GCNConv(C, C))(x, graph, wrong)
     for couple in (
         lambda x: x - x.mean(0), lambda x: x / x.norm(), lambda x: x.softmax(dim=0),
-        lambda x: x @ (x.T @ x), lambda x: x - torch.einsum("nc->c", x),
+        lambda x: x @ (x.T @ x), lambda x: x - torch.einsum("nc->c", x), lambda x: x.roll(1, 0),
+        lambda x: nn.functional.normalize(x, dim=0), lambda x: x.quantile(0.5, 0) - x,
+        lambda x: x - pyg.global_max_pool(x, x.new_zeros(len(x), dtype=torch.int64)),
+        lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0],
+        lambda x: nn.MultiheadAttention(C, 2).double()(x, x, x)[0],
     ):  # fmt: skip
         conv = convert(Coupling(couple))
         with pytest.raises(NoShardRule, match=r"inside Coupling .*couples all rows"):
             conv(x, graph)
-    row_by_row = convert(Coupling(lambda x: x.softmax(-1) / x.norm(dim=1, keepdim=True)))
-    assert torch.isfinite(row_by_row(x, graph)).all()
+    for couple in (
+        lambda x: x.softmax(-1) / x.norm(dim=1, keepdim=True),
+        lambda x: x - x.quantile(0.5, 1, True),
+        lambda x: nn.functional.normalize(x).roll(1, 1), lambda x: x / x.norm(2.0, 1, keepdim=True),
+    ):  # fmt: skip
+        row_by_row = convert(Coupling(couple))
+        assert torch.isfinite(row_by_row(x, graph)).all()
     with pytest.raises(NoShardRule, match="gives back its edges"):
         convert(pyg.GATConv(C, C).double())(x, graph, return_attention_weights=True)
     with pytest.raises(NoShardRule, match="get_attention_loss"):

@@ -16,13 +16,23 @@ from torch import Tensor, nn
 from meshshard.nn.conv._inside import Inside, Rule
 from meshshard.tensor.core import ShardTensor, name_of, refuse
 
-__all__ = ["COUPLING"]
+__all__ = ["COUPLING", "scattered"]
 
 NAMES = (
     "sum", "mean", "std", "var", "var_mean", "std_mean", "norm", "amax", "amin", "max", "min",
     "softmax", "log_softmax", "logsumexp", "cumsum", "median", "sort", "argsort", "topk", "prod",
-    "nanmean", "nansum", "argmax", "argmin",
+    "nanmean", "nansum", "argmax", "argmin", "normalize", "softmin", "logcumsumexp", "cumprod",
+    "kthvalue", "quantile", "aminmax", "roll", "flip", "diff",
 )  # fmt: skip
+LATE = ("norm", "topk", "normalize", "roll", "kthvalue", "quantile", "diff")  # dims come third
+SCATTERS = (
+    "index_add",
+    "index_add_",
+    "index_reduce",
+    "index_reduce_",
+    "scatter_add",
+    "scatter_reduce",
+)
 
 
 def _reduced(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -66,16 +76,55 @@ def _contracted(func: Any, args: Any) -> list[Any]:
 
 def _over_rows(func: Any, x: Tensor, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a function reduces, or orders, the first dim."""
-    given = [a for a in args[1:] if isinstance(a, (int, tuple, list)) and not isinstance(a, bool)]
-    if name_of(func).endswith(("norm", "topk")):
-        given = given[1:]
-    dims = kwargs.get("dim", given[0] if given else None)
+    late = name_of(func).endswith(LATE)
+    given = [a for a in args[1 + late :] if isinstance(a, (int, tuple, list))]
+    given = [a for a in given if not isinstance(a, bool)]
+    dims = kwargs.get("dim", kwargs.get("dims", given[0] if given else None))
+    if dims is None and func in (F.normalize, torch.diff, Tensor.diff):
+        dims = 1 if func is F.normalize else -1
     if x.ndim == 0 or (dims is None and any(isinstance(a, Tensor) for a in args[1:])):
         return False  # the larger of two
     if dims is None:
         return True
     every = dims if isinstance(dims, (tuple, list)) else (dims,)
     return any(isinstance(d, int) and d % x.ndim == 0 for d in every) or not every
+
+
+def scattered(run: Inside, func: Any, out: Any, index: Any, src: Any, how: str = "sum") -> None:
+    """Refuse what a user's convolution sums where it is not complete.
+
+    Rows of nodes are some of all; edges that leave a node may end at rows without features, so
+    that only their number and weights are known there.
+    """
+    if not run.own or type(src) is not Tensor or not src.is_floating_point():
+        return
+    if run.kind(len(src)) in ("rows", "nodes") and not run.kind(len(out)):
+        raise _refused(run, func, src)
+    if run.edge_index.layout != torch.strided:
+        return
+    source, to = run.edge_index
+    wide = src.shape[1:].numel() > 1 or how not in ("sum", "mean")
+    if wide and index.data_ptr() == source.data_ptr() != to.data_ptr():
+        what = f"{name_of(func)} at the sources of edges inside {run.name}"
+        why = "a node has all edges that arrive, not those that leave: sum at edge_index[1]"
+        raise refuse(what, (), None, why)
+
+
+def _scattered(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    names = ("input", "dim", "index", "source", "reduce")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    src = given.get("source", given.get("src"))
+    scattered(run, func, given.get("input"), given.get("index"), src, given.get("reduce", "sum"))
+    return func(*args, **kwargs)
+
+
+def _attended(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Attention of rows to rows; refused in a user's."""
+    keys = args[1] if len(args) > 1 else kwargs["key"]
+    at = -2 if func is F.scaled_dot_product_attention else 0
+    if run.own and type(keys) is Tensor and keys.ndim > 1 and run.kind(keys.shape[at]) == "rows":
+        raise _refused(run, func, keys)
+    return func(*args, **kwargs)
 
 
 COUPLING: dict[Any, Rule] = {
@@ -86,4 +135,6 @@ COUPLING: dict[Any, Rule] = {
     torch.linalg.norm: _reduced,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.einsum), _product),
     **dict.fromkeys((torch.mm, Tensor.mm), _product),
+    **{f: _scattered for n in SCATTERS for h in (torch, Tensor) if (f := getattr(h, n, None))},
+    **dict.fromkeys((F.scaled_dot_product_attention, F.multi_head_attention_forward), _attended),
 }

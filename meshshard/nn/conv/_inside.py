@@ -76,6 +76,9 @@ class Inside(TorchFunctionMode):
     def before(self, conv: Any, edge_index: Tensor, given: dict[str, Any]) -> dict[str, Any]:
         """What a convolution is about to send along edges, with a true halo."""
         self.edge_index, self.within = edge_index, True
+        made = edge_index is not self.rings.edge_index and edge_index.layout == torch.strided
+        if self.own and made:
+            self.rings.graph.domain.together(lambda: self._arriving(conv, edge_index), self.name)
         if not self.stale:
             return given
         names = {a[:-2] for a in (*conv._user_args, *conv._edge_user_args) if a.endswith("_j")}
@@ -83,6 +86,14 @@ class Inside(TorchFunctionMode):
             names |= set(conv.inspector.get_param_names(hook))
         read = sorted(names & given.keys())
         return given | {name: self.refreshed(given[name], conv.node_dim) for name in read}
+
+    def _arriving(self, conv: Any, edge_index: Tensor) -> None:
+        """Refuse edges of a user's that bring own nodes rows without features."""
+        graph = self.rings.graph
+        source, to = edge_index
+        if bool(((to < graph.nodes.own) & (source >= graph.n_local)).any()):
+            why = "it follows edges that leave a node, whose other ends are not here"
+            raise refuse(f"propagate inside {type(conv).__name__}", (), None, why)
 
     def refreshed(self, x: Any, dim: int) -> Any:
         """Rows whose halo is fetched again; of a pair those of the sources."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.comm import linear
-from meshshard.nn.conv._coupling import COUPLING
+from meshshard.nn.conv._coupling import COUPLING, scattered
 from meshshard.nn.conv._inside import Inside, Rule
 from meshshard.nn.conv._rings import padded
 from meshshard.nn.graph._sparse import largest
@@ -73,6 +73,7 @@ def _scatter(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
     out, index, src = given["self"], given.get("index"), given.get("src")
     how = given.get("reduce", "sum")
+    scattered(run, func, out, index, src, how)
     op = run.rings.arriving if run.edge_index is run.rings.edge_index else None
     known = how in ("sum", "amax") and (how == "sum" or given.get("include_self") is False)
     if op is None or not known or not _along_edges(run, out, index, src, given["dim"]):

@@ -67,7 +67,8 @@ def convert(model: M, rings: int | None = None) -> M:
         NoShardRule: naming a module that cannot be exact on shards, before anything is changed.
 
     Communication: each convolution one exchange of its input's halo, forward and backward, and one
-    more for each further propagate; with two rings one of its edge features.
+    more for each further propagate; with two rings one of its edge features. A user's that makes
+    edges of its own, loops for example, one gather of objects for each propagate along them.
     """
     from torch_geometric.nn import MessagePassing
 
