@@ -4,6 +4,8 @@ A case is a function of x (N, 6), y (N, 6), w (6, 6), c (6,), labels n (N,) in 0
 sharded by rows, w and c are plain.
 """
 
+import warnings
+
 import einops
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -24,6 +26,7 @@ POINTWISE = {
     "silu": lambda x, y, w, c, n: F.silu(x),
     "leaky_relu": lambda x, y, w, c, n: F.leaky_relu(x, 0.1),
     "elu": lambda x, y, w, c, n: F.elu(x),
+    "glu": lambda x, y, w, c, n: F.glu(x) * nn.GLU(1)(y),
     "softplus": lambda x, y, w, c, n: F.softplus(x),
     "tanh sigmoid": lambda x, y, w, c, n: torch.tanh(x) * torch.sigmoid(y),
     "clamp": lambda x, y, w, c, n: x.clamp(-0.5, 0.5),
@@ -88,6 +91,17 @@ REDUCTIONS = {
     "nanmean": lambda x, y, w, c, n: torch.nanmean(torch.where(x > 1, float("nan"), x), 0),
 }
 PRODUCTS = {
+    "cross": lambda x, y, w, c, n: torch.cross(x[:, :3], y[:, 3:], dim=1),
+    "cross of no dim": lambda x, y, w, c, n: _cross(x[:, :3], y[:, 3:]),
+    "cross plain": lambda x, y, w, c, n: (
+        torch.linalg.cross(x[:, 3:], c[None, :3]) + x[:, :3].cross(y[:, :3], -1)
+    ),
+    "matrices": lambda x, y, w, c, n: (
+        torch.linalg.inv(_matrices(x)).flatten(1) * torch.linalg.det(_matrices(y))[:, None]
+    ),
+    "eigenvalues": lambda x, y, w, c, n: (
+        torch.linalg.eigvalsh(_matrices(x)) + torch.linalg.svdvals(_matrices(y))
+    ),
     "linear": lambda x, y, w, c, n: F.linear(x, w, c),
     "matmul": lambda x, y, w, c, n: x @ w,
     "contracted": lambda x, y, w, c, n: x.T @ y,
@@ -257,6 +271,11 @@ REFUSED = {  # they couple all rows: refused by name, never wrong
     "sort rows": lambda x, y, w, c, n: x.sort(0).values,
     "topk rows": lambda x, y, w, c, n: x.topk(3, dim=0).values,
     "median": lambda x, y, w, c, n: x.median(),
+    "cross along rows": lambda x, y, w, c, n: torch.linalg.cross(x[:3], y[:3], dim=0),
+    "cross of three rows": lambda x, y, w, c, n: _cross(x[:3, :3], y[:3, :3]),
+    "inverse of all": lambda x, y, w, c, n: torch.linalg.inv(x[:6]),
+    "where alone": lambda x, y, w, c, n: torch.where(x[:, 0] > 0),
+    "glu rows": lambda x, y, w, c, n: F.glu(x, 0),
     "prod": lambda x, y, w, c, n: x.prod(),
     "all pairs": lambda x, y, w, c, n: x @ y.T,
     "cdist": lambda x, y, w, c, n: torch.cdist(x, y),
@@ -290,6 +309,20 @@ FAMILIES = {
     "layers": LAYERS,
 }
 CASES = {name: case for family in FAMILIES.values() for name, case in family.items()}
+
+
+def _matrices(x):
+    """Symmetric 2 x 2 ones, no two eigenvalues alike."""
+    return torch.stack([x[:, 0].exp() + 3, x[:, 1].sin(), x[:, 1].sin(), x[:, 2].cos()], 1).reshape(
+        -1, 2, 2
+    )
+
+
+def _cross(x, y):
+    """Without a dim, of which torch warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.cross(x, y)
 
 
 def _set(x, index, value):

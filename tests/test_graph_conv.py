@@ -444,6 +444,11 @@ def test_what_cannot_be_right_is_refused_by_name():
     wrong = ShardTensor.from_local(x[:9], Sharding(Domain(), [9]))
     with pytest.raises(MeshshardError, match=r"GCNConv: edge_weight .* is not divided as the 60"):
         convert(pyg.GCNConv(C, C))(x, graph, wrong)
+    steps = ShardTensor.from_local(torch.stack([x] * 60), graph.nodes, 1)  # as many steps as rows
+    with pytest.raises(MeshshardError, match=r"GraphConv: x .* has its rows on dim 1, not 0"):
+        convert(pyg.GraphConv(C, C))(steps, graph)
+    with pytest.raises(MeshshardError, match=r"on dim 1 in .* the graph's sources, on dim 0"):
+        graph.lift(steps)
     for couple in (
         lambda x: x - x.mean(0), lambda x: x / x.norm(), lambda x: x.softmax(dim=0),
         lambda x: x @ (x.T @ x), lambda x: x - torch.einsum("nc->c", x), lambda x: x.roll(1, 0),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.tensor.align import dim_of, native_ndim
@@ -70,6 +71,7 @@ ALONG = [
 ]
 RULES: dict[Any, Rule] = {
     **{f: _along(f) for n in ALONG for h in (torch, torch.Tensor) if (f := getattr(h, n, None))},
+    F.glu: _along(F.glu),
     torch.cumsum: cumsum,
     torch.Tensor.cumsum: cumsum,
 }

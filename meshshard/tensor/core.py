@@ -311,7 +311,10 @@ def name_of(func: Any) -> str:
     owner = getattr(func, "__self__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__") and owner is not None:
         return f"Tensor.{getattr(owner, '__name__', owner)}"
-    name = re.sub(r"^pybind11_\w+\.", "", str(getattr(func, "__qualname__", func)))
+    name = str(getattr(func, "__qualname__", func))
+    if "<locals>" in name:  # one of torch's two-way functions, F.max_pool1d
+        name = func.__name__
+    name = re.sub(r"^pybind11_\w+\.", "", name)
     return name.replace("TensorBase.", "Tensor.").replace("_VariableFunctionsClass.", "torch.")
 
 

@@ -191,8 +191,9 @@ class ShardGraph:
         """
         if isinstance(x, ShardTensor) and (x.sharding != self.sources or x.sharded_dim != 0):
             raise MeshshardError(
-                f"rows {tuple(x.shape)}, dim {x.sharded_dim} in {x.sharding}, are not divided as "
-                f"the graph's sources: dim 0 in {self.sources}; x.redistribute(sizes) divides them"
+                f"rows {tuple(x.shape)} on dim {x.sharded_dim} in {x.sharding} are not divided as "
+                f"the graph's sources, on dim 0 in {self.sources}; x.redistribute(sizes) divides "
+                "them so"
             )
         return self.domain.exchange(local_of(x), self.exchange)
 

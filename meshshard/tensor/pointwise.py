@@ -362,9 +362,17 @@ def prelu(x: Any, weight: Tensor) -> ShardTensor:
     return wrap(out, x._sharding, x._dim)
 
 
+def where(*args: Any, **kwargs: Any) -> Any:
+    """A choice between two; of a condition alone it would number the rows."""
+    if len(args) == 1 and not kwargs:
+        raise refuse(torch.where, args, None, "it numbers rows: x[condition] picks them")
+    return broadcasting(torch.where)(*args, **kwargs)
+
+
 RULES: dict[Any, Rule] = {
     **dict.fromkeys((torch.prelu, F.prelu, Tensor.prelu), prelu),
     **{func: broadcasting(func) for _, func in everywhere(BINARY)},
     **{func: pointwise(func) for name, func in everywhere(UNARY) if name not in RANDOM},
     **{func: keeping(func) for _, func in everywhere(KEEPING)},
+    torch.where: where,
 }

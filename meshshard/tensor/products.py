@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshshard.tensor.align import alike, native_ndim, own_rows
 from meshshard.tensor.core import Rule, ShardTensor, native, refuse, wrap
+from meshshard.tensor.pointwise import broadcasting
 
 __all__ = ["RULES", "contract"]
 
@@ -147,6 +148,32 @@ def outer(a: Tensor, b: Tensor) -> Any:
     return contract(torch.outer, (a, b), ("m", "n"), "mn", torch.outer)
 
 
+def _cross(func: Callable[..., Any]) -> Rule:
+    """Vector products: rows alone. `torch.cross` without a dim takes the first of three numbers."""
+
+    def _rule(a: Tensor, b: Tensor, dim: int | None = None) -> Any:
+        of_three = dim is None and func is not torch.linalg.cross and 3 in a.shape
+        dim = a.shape.index(3) if of_three else -1 if dim is None else dim
+        back = a.ndim - dim if dim >= 0 else -dim
+        if any(native_ndim(x) - x._dim == back for x in (a, b) if type(x) is ShardTensor):
+            raise refuse(func, (a, b), None, "its three numbers lie along the sharded dim")
+        return broadcasting(torch.linalg.cross)(a, b, dim=-back)
+
+    return _rule
+
+
+def _of_matrices(func: Callable[..., Any]) -> Rule:
+    """A function of each of many matrices, of which the sharded dim counts them."""
+
+    def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if x._dim >= native_ndim(x) - 2:
+            raise refuse(func, (x,), kwargs, "the matrix itself is sharded")
+        with native():
+            return wrap(func(x, *args, **kwargs), x._sharding, x._dim)
+
+    return _rule
+
+
 def _both(name: str, rule: Rule) -> dict[Any, Rule]:
     homes = (torch, torch.Tensor, torch.linalg, torch._C._nn, F)
     return {f: rule for h in homes if callable(f := getattr(h, name, None))}
@@ -163,5 +190,8 @@ RULES: dict[Any, Rule] = {
     **_both("addmm", _added(torch.mm)), **_both("addmv", _added(torch.mv)),
     **_both("baddbmm", _added(torch.bmm)),
     **_both("linear", linear), **_both("bilinear", bilinear), torch.bilinear: bilinear,
+    **{f: _cross(f) for f in (torch.cross, torch.Tensor.cross, torch.linalg.cross)},
+    **{f: _of_matrices(f) for n in ("det", "inv", "inverse", "pinv", "eigvalsh", "svdvals")
+       for f in _both(n, matmul)},
     torch.einsum: einsum, torch.functional.einsum: einsum,
 }  # fmt: skip

@@ -216,6 +216,12 @@ def _kind(name: str, a: Tensor, graph: ShardGraph, conv: str) -> str:
     """What the rows of an argument are; where numbers do not tell, its name does."""
     on_edges = "edge" in name or name in ("pseudo", "norm")
     mine = a.sharding if type(a) is ShardTensor else None
+    if type(a) is ShardTensor and a.sharded_dim != 0:
+        raise MeshshardError(
+            f"{conv}: {name} {tuple(a.shape)} has its rows on dim {a.sharded_dim}, not 0: several "
+            f"samples or steps go into the columns, x.movedim({a.sharded_dim}, 0).flatten(1), or "
+            "one after the other"
+        )
     if mine is graph.edges or mine is graph.nodes is graph.sources:
         return "edges" if mine is graph.edges else "rows"
     shardings = {"edges": graph.edges, "rows": graph.sources, "nodes": graph.nodes}
