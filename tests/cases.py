@@ -181,6 +181,11 @@ INDEXING = {
     ),
     "set column": lambda x, y, w, c, n: _set(x, (slice(None), 1), y[:, 0]),
     "set rows": lambda x, y, w, c, n: _set(x, slice(2, 9), 1.5),
+    "set picked rows": lambda x, y, w, c, n: _set(x, n > 2, (x * y)[n > 2]),
+    "set picked numbers": lambda x, y, w, c, n: _set(x, (n > 2, 1), y[n > 2][:, 0]),
+    "set picked of one column": lambda x, y, w, c, n: _set(
+        x[:, 0], y[:, 1] > 0, y[y[:, 1] > 0][:, 2]
+    ),
     "set mask": lambda x, y, w, c, n: _set(x, y > 0, 0.0),
     "embedding": lambda x, y, w, c, n: F.embedding(n, w) * x,
     "one_hot": lambda x, y, w, c, n: F.one_hot(n, 6) * x,
@@ -274,6 +279,8 @@ REFUSED = {  # they couple all rows: refused by name, never wrong
     "cross along rows": lambda x, y, w, c, n: torch.linalg.cross(x[:3], y[:3], dim=0),
     "cross of three rows": lambda x, y, w, c, n: _cross(x[:3, :3], y[:3, :3]),
     "inverse of all": lambda x, y, w, c, n: torch.linalg.inv(x[:6]),
+    "set other rows": lambda x, y, w, c, n: _set(x, n > 2, y[n > 3]),
+    "set rows to a column": lambda x, y, w, c, n: _set(x, n > 2, y[n > 2][:, 0]),
     "where alone": lambda x, y, w, c, n: torch.where(x[:, 0] > 0),
     "glu rows": lambda x, y, w, c, n: F.glu(x, 0),
     "prod": lambda x, y, w, c, n: x.prod(),

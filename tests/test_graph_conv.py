@@ -397,6 +397,9 @@ class Backwards(MessagePassing):
             return pyg_utils.scatter(x[col], row, 0, x.size(0), "sum")
         if self.way == "softmax":
             return x * pyg_utils.softmax(x[col][:, 0], row, num_nodes=x.size(0)).sum()
+        if self.way == "pool":
+            one = x.new_zeros(len(x), dtype=torch.int64)
+            return self.propagate(edge_index, x=x - pyg.global_max_pool(x, one))
         if self.way == "index_add":
             return torch.zeros_like(x).index_add(0, row, x[col])
         out = pyg_utils.degree(row, x.size(0), x.dtype)  # every edge that leaves is there

@@ -222,15 +222,36 @@ def setitem(x: Any, index: Any, value: Any) -> None:
             "Tensor.__setitem__", (x, index, value), None, "a plain target of sharded rows"
         )
     items = list(index) if isinstance(index, tuple) else [index]
-    if len(items) == 1 and _is_mask(items[0]) and items[0].dim() == native_ndim(x):
+    whole = len(items) == 1 and _is_mask(items[0]) and items[0].dim() == native_ndim(x)
+    if whole and not (type(value) is ShardTensor and native_ndim(x) == 1):
         masked = own_part(items[0], x)
         with native():
             x[masked] = _plain_value(x, value)
         return
     items, row = _spread(x, items)
-    items[row], value = _target(x, items[row], value)
+    if type(value) is ShardTensor and _is_mask(items[row]) and items[row].dim() == 1:
+        ndim = native_ndim(x) - sum(isinstance(i, int) for i in items)
+        items[row] = _picked(x, own_part(items[row], x), value, ndim)
+    else:
+        items[row], value = _target(x, items[row], value)
     with native():
         x[tuple(items)] = value
+
+
+def _picked(x: ShardTensor, mask: Tensor, value: ShardTensor, ndim: int) -> Tensor:
+    """A mask of own rows that take the rows of a value, in order.
+
+    Communication: one gather of objects.
+    """
+    sharding = value._sharding
+    with native():
+        own = mask.view_as(mask)
+    sizes = x._sharding.domain.share(int(own.sum()))
+    same = sharding.domain.group == x._sharding.domain.group and sharding.sizes == tuple(sizes)
+    if not same or x._dim != 0 or value._dim != 0 or native_ndim(value) != ndim:
+        why = f"{sizes} rows are picked: give as many on each rank, of {ndim} dims"
+        raise refuse("Tensor.__setitem__", (x, value), None, why)
+    return own
 
 
 def _target(x: ShardTensor, picked: Any, value: Any) -> tuple[Any, Any]:

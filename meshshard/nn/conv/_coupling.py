@@ -98,7 +98,8 @@ def scattered(run: Inside, func: Any, out: Any, index: Any, src: Any, how: str =
     """
     if not run.own or type(src) is not Tensor or not src.is_floating_point():
         return
-    if run.kind(len(src)) in ("rows", "nodes") and not run.kind(len(out)):
+    nodes = ("rows", "nodes")
+    if run.kind(len(src)) in nodes and run.kind(len(out)) not in nodes:
         raise _refused(run, func, src)
     if run.edge_index.layout != torch.strided:
         return
