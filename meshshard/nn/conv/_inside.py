@@ -32,6 +32,7 @@ class Inside(TorchFunctionMode):
         own: whether it is a user's, so that nothing is known of it.
         edge_index: what it propagates along at the moment.
         within: whether it does so just now.
+        made: how often it has propagated along edges of its own making.
         stale: whether halo rows have to be fetched again before they are read.
     """
 
@@ -41,7 +42,7 @@ class Inside(TorchFunctionMode):
         super().__init__()
         self.rings, self.name, self.rules, self.own = rings, name, rules, own
         self.edge_index = rings.edge_index
-        self.within = self.stale = False
+        self.within, self.stale, self.made = False, False, 0
 
     def __enter__(self) -> Inside:
         """Make this the run that is under way."""
@@ -77,9 +78,8 @@ class Inside(TorchFunctionMode):
     def before(self, conv: Any, edge_index: Tensor, given: dict[str, Any]) -> dict[str, Any]:
         """What a convolution is about to send along edges, with a true halo."""
         self.edge_index, self.within = edge_index, True
-        made = edge_index is not self.rings.edge_index and edge_index.layout == torch.strided
-        if self.own and made:
-            self.rings.graph.domain.together(lambda: self._arriving(conv, edge_index), self.name)
+        if self.own and edge_index is not self.rings.edge_index:
+            self._prove(conv, edge_index)
         if not self.stale:
             return given
         names = {a[:-2] for a in (*conv._user_args, *conv._edge_user_args) if a.endswith("_j")}
@@ -88,8 +88,15 @@ class Inside(TorchFunctionMode):
         read = sorted(names & given.keys())
         return given | {name: self.refreshed(given[name], conv.node_dim) for name in read}
 
+    def _prove(self, conv: Any, edge_index: Tensor) -> None:
+        """Look at the edges that a user's convolution has made, once for each graph."""
+        proved, self.made = self.rings.proved, self.made + 1
+        if self.made > proved.get(conv, 0) and edge_index.layout == torch.strided:
+            self.rings.graph.domain.together(lambda: self._arriving(conv, edge_index), self.name)
+            proved[conv] = self.made
+
     def _arriving(self, conv: Any, edge_index: Tensor) -> None:
-        """Refuse edges of a user's that bring own nodes rows without features."""
+        """Refuse edges that bring own nodes rows without features."""
         graph = self.rings.graph
         source, to = edge_index
         if bool(((to < graph.nodes.own) & (source >= graph.n_local)).any()):

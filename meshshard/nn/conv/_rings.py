@@ -8,8 +8,9 @@ it lives, and the nodes at their other ends, which have no features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,6 +42,7 @@ class Rings:
         origins: (n_rows,) int64 what random numbers of the rows are keyed by.
         names: (n_edges,) int64 what random numbers of the edges are keyed by.
         fetch: brings the attributes of the other edges behind those of own edges, if there are any.
+        proved: how many propagates of a convolution are known to bring features alone.
     """
 
     graph: ShardGraph
@@ -50,6 +52,7 @@ class Rings:
     origins: Tensor
     names: Tensor
     fetch: Exchange | None = None
+    proved: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
 
     def rows(self, x: Tensor) -> Tensor:
         """Own rows with their halo, and zeros: (n_rows, …).

@@ -68,7 +68,7 @@ def convert(model: M, rings: int | None = None) -> M:
 
     Communication: each convolution one exchange of its input's halo, forward and backward, and one
     more for each further propagate; with two rings one of its edge features. A user's that makes
-    edges of its own, loops for example, one gather of objects for each propagate along them.
+    edges of its own, loops for example, one gather of objects, once for each graph.
     """
     from torch_geometric.nn import MessagePassing
 
