@@ -326,9 +326,10 @@ def refuse(func: Any, args: Any = (), kwargs: Any = None, why: str = "") -> NoSh
         f"{tuple(a.shape)} with dim {a._dim} in {a._sharding}" for a in sharded(every)
     )
     reason = f" ({why})" if why else ""
+    rule = f": {shapes}; register one with @shard_rule, or use" if shapes else "; use"
     return NoShardRule(
-        f"{name} has no exact rule for sharded tensors{reason}: {shapes or 'no tensor'}; "
-        f"register one with @shard_rule, or use x.gather() (the whole, on every rank)"
+        f"{name} has no exact rule for sharded tensors{reason}{rule} x.gather() "
+        f"(the whole, on every rank)"
     )
 
 
