@@ -9,11 +9,11 @@ import torch_geometric.nn as pyg
 from convs import divided, farthest, grid, own, sample
 from torch import nn
 
-from meshshard.comm import Domain, init_domain
+from meshshard.comm import Domain, init_domain, simulate
 from meshshard.comm.domain import counted
 from meshshard.errors import MeshshardError
 from meshshard.models import MeshGraphNet
-from meshshard.nn import Deepened, convert
+from meshshard.nn import Deepened, convert, knn_graph
 from meshshard.tensor import NoShardRule, ShardGraph, Sharding, ShardTensor
 
 NODE, WIDTH = convs.CHANNELS, 8
@@ -185,6 +185,47 @@ def test_one_exchange_for_several_layers(ranks, size, name):
 def test_layers_that_couple_rows_are_not_deepened():
     with pytest.raises(NoShardRule, match="BatchNorm in Deepened"):
         Deepened(convert(pyg.GCN(4, 4, 2, norm="BatchNorm")), 2)
+
+
+class Coupled(nn.Module):
+    """A convolution, and something of all rows."""
+
+    def __init__(self, couple):
+        super().__init__()
+        self.conv, self.couple = convert(pyg.SAGEConv(NODE, NODE)), couple
+
+    def forward(self, x, graph):
+        return self.couple(self.conv(x, graph))
+
+
+COUPLES = {
+    "mean": lambda x: x - x.mean(0),
+    "softmax": lambda x: x.softmax(0),
+    "pool": lambda x: x + pyg.global_mean_pool(x, None),
+    "readout": lambda x: pyg.global_max_pool(x, None),
+    "running sums": lambda x: x.cumsum(0),
+    "layer norm": lambda x: pyg.LayerNorm(NODE).double()(x),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0],
+    "latents": lambda x: nn.functional.scaled_dot_product_attention(
+        torch.ones(1, 3, NODE).double(), x[None], x[None]
+    )[0],
+    "grid": lambda x: nn.Conv1d(NODE, NODE, 3, padding=1).double()(x.T[None])[0].T,
+    "neighbours": lambda x: convert(pyg.SAGEConv(NODE, NODE).double())(x, knn_graph(x, 3)),
+    "mask": lambda x: x[x[:, 0] > 0],
+    "slice": lambda x: x[:5],
+    "one row": lambda x: x - x[0],
+}
+
+
+@pytest.mark.parametrize("name", COUPLES)
+def test_what_couples_rows_in_deepened_layers_is_refused(name):
+    def rank(domain):
+        _, graph, x, _ = sample(domain, directed=True)
+        deep = Deepened(Coupled(COUPLES[name]).double(), 1)
+        with pytest.raises(NoShardRule, match=r"couples rows|neither a row for each node"):
+            deep(own(x, graph.nodes), graph)
+
+    simulate(2, rank)
 
 
 def test_edges_of_another_order_are_refused():

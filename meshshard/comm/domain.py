@@ -41,7 +41,10 @@ class Domain:
         device: where its tensors are.
         group: torch's process group, None for one rank.
         traffic: counts of what was sent.
+        whole: whether its ranks hold all rows, so that functions of all rows are right.
     """
+
+    whole = True
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"

@@ -99,6 +99,8 @@ def _by_rows(every: tuple[Any, ...], given: Given, weights: bool) -> tuple[Any, 
     """Rows are sharded: queries, keys, or both."""
     query, key, value = every
     rows, columns = _shardings(query, key, value)
+    if not columns.domain.whole:
+        raise refuse(SDPA, every, None, "it couples rows, of which some are here")
     mask = _mask(given.attn_mask, query, columns)
     with native():
         q, k, v = (x.view_as(x) for x in every)

@@ -29,6 +29,8 @@ def _conv(func: Callable[..., Any], n: int) -> Rule:
             with native():
                 out = func(x, weight, bias, stride, padding, dilation, groups)
             return wrap(out, x._sharding, 0)
+        if not x._sharding.domain.whole:
+            raise refuse(func, (x,), None, "it couples rows, of which some are here")
         stride, dilation = _each(stride, n), _each(dilation, n)
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         padding = [r // 2 for r in reach] if padding == "same" else padding

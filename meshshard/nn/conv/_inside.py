@@ -78,7 +78,8 @@ class Inside(TorchFunctionMode):
     def before(self, conv: Any, edge_index: Tensor, given: dict[str, Any]) -> dict[str, Any]:
         """What a convolution is about to send along edges, with a true halo."""
         self.edge_index, self.within = edge_index, True
-        if self.own and edge_index is not self.rings.edge_index:
+        alone = self.rings.graph.domain.size == 1
+        if self.own and not alone and edge_index is not self.rings.edge_index:
             self._prove(conv, edge_index)
         if not self.stale:
             return given

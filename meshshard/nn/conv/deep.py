@@ -45,6 +45,21 @@ class DeepGraph:
     order: Tensor
 
 
+class _Near(Domain):
+    """Some rows of all: what goes over all rows, with a message or without, is refused."""
+
+    whole = True  # until its graph is made
+
+    def _refused(self, *args: Any, **kwargs: Any) -> Any:
+        raise refuse("a layer in Deepened", (), None, "it couples rows, of which some are here")
+
+    all_reduce = all_gather = gather = scatter = redistribute = shift = _refused
+
+    def share(self, value: Any) -> list[Any]:
+        """What functions ask for that search, pick or count rows."""
+        return super().share(value) if self.whole else self._refused()
+
+
 def deepened(graph: ShardGraph, depth: int) -> DeepGraph:
     """A graph with a halo of `depth` rings, made once.
 
@@ -75,10 +90,12 @@ def _made(graph: ShardGraph, depth: int) -> DeepGraph:
     sources, to = place[torch.searchsorted(ids, ends, sorter=place)]
     order = torch.argsort(to, stable=True)
     origins = domain.exchange(nodes.sources(domain.device), rows)
-    alone = Sharding(Domain(None, domain.device), [len(ids)], origins)
+    some = _Near(None, domain.device)
+    alone = Sharding(some, [len(ids)], origins)
     called = torch.cat([graph.edges.sources(domain.device), names[:, 2]])[order]
     indptr = starts(torch.bincount(to, minlength=len(ids)))
     local = ShardGraph.from_ids(sources[order], indptr, alone, alone, called)
+    some.whole = False
     return DeepGraph(graph, local, rows, edges, order)
 
 
@@ -109,7 +126,8 @@ def _asked(graph: ShardGraph, wanted: Tensor) -> tuple[Tensor, Exchange]:
 class Deepened(nn.Module):
     """Layers that exchange once, before the first of them, as deep as they reach together.
 
-    Equal to the layers on the graph itself, dropout included. Their norms must be of single rows.
+    Equal to the layers on the graph itself, dropout included. They must treat single rows beside
+    their convolutions: what goes over all rows is refused, though not a mere number of rows.
 
     Communication: one exchange of the deep halo's rows, and one of its edge features if there are
     any, forward and backward; none within.
@@ -153,6 +171,11 @@ COUPLED = {"BatchNorm", "BatchNorm1d", "SyncBatchNorm", *NORMS} - {"LayerNorm"} 
 def _given(out: Any, deep: DeepGraph, sharded: bool) -> Any:
     """Own rows of nodes or edges."""
     graph, rows = deep.graph, local_of(out)
+    if len(rows) not in (deep.local.nodes.own, deep.local.edges.own) or sharded != (
+        type(out) is ShardTensor
+    ):
+        why = f"a result {tuple(out.shape)} has neither a row for each node nor for each edge"
+        raise refuse("Deepened", (), None, why)
     if rows.shape[0] == deep.local.edges.own != deep.local.nodes.own:
         places = torch.argsort(deep.order)[: graph.edges.own]
         own, sharding = rows[places], graph.edges
