@@ -144,18 +144,20 @@ def test_training_is_that_of_one_rank(ranks):
     assert max(ranks[3].run(trajectory_job)) < 1e-9
 
 
+DEEP = {
+    "MeshGraphNet": (lambda: MeshGraphNet(NODE, convs.EDGE, 3, 8, 3), 3),
+    "GCN": (lambda: convert(pyg.GCN(NODE, 8, 2, 3, dropout=0.3)), 3),
+    "GATv2": (lambda: convert(pyg.GAT(NODE, 8, 2, 3, dropout=0.3, v2=True)), 2),
+    "SAGE": (lambda: convert(pyg.GraphSAGE(NODE, 8, 2, 3)), 2),
+}
+
+
 def deep_job(name):
     """One exchange for three layers: outputs and gradients of one for each."""
     domain = init_domain()
     _, graph, x, e = sample(domain, directed=True)
     torch.manual_seed(2)
-    makes = {
-        "MeshGraphNet": (lambda: MeshGraphNet(NODE, convs.EDGE, 3, 8, 3), 3),
-        "GCN": (lambda: convert(pyg.GCN(NODE, 8, 2, 3, dropout=0.3)), 3),
-        "GATv2": (lambda: convert(pyg.GAT(NODE, 8, 2, 3, dropout=0.3, v2=True)), 2),
-        "SAGE": (lambda: convert(pyg.GraphSAGE(NODE, 8, 2, 3)), 2),
-    }
-    make, depth = makes[name]
+    make, depth = DEEP[name]
     model = make().double()
     deep = Deepened(copy.deepcopy(model), depth)
     results, more = [], (e,) if name == "MeshGraphNet" else ()
@@ -185,6 +187,19 @@ def test_one_exchange_for_several_layers(ranks, size, name):
 def test_layers_that_couple_rows_are_not_deepened():
     with pytest.raises(NoShardRule, match="BatchNorm in Deepened"):
         Deepened(convert(pyg.GCN(4, 4, 2, norm="BatchNorm")), 2)
+
+
+@pytest.mark.parametrize("name", ["MeshGraphNet", "GCN", "GATv2", "SAGE"])
+def test_a_depth_that_is_too_small_is_refused(name):
+    def rank(domain):
+        _, graph, x, e = sample(domain, directed=True)
+        make, depth = DEEP[name]
+        torch.manual_seed(2)
+        deep = Deepened(make().double(), depth - 1)
+        with pytest.raises(MeshshardError, match=f"reach farther than depth {depth - 1}"):
+            deep(own(x, graph.nodes), graph, *([graph.take(e)] if name == "MeshGraphNet" else []))
+
+    simulate(3, rank)
 
 
 class Coupled(nn.Module):
@@ -222,7 +237,7 @@ def test_what_couples_rows_in_deepened_layers_is_refused(name):
     def rank(domain):
         _, graph, x, _ = sample(domain, directed=True)
         deep = Deepened(Coupled(COUPLES[name]).double(), 1)
-        with pytest.raises(NoShardRule, match=r"couples rows|neither a row for each node"):
+        with pytest.raises(MeshshardError, match=r"couples rows|neither a row for each node"):
             deep(own(x, graph.nodes), graph)
 
     simulate(2, rank)

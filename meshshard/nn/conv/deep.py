@@ -6,7 +6,7 @@ message costs more than the rows: small shards, slow networks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class DeepGraph:
         rows: brings halo rows behind own rows.
         fetch: brings the attributes of in-edges of halo nodes behind those of own edges.
         order: (n_edges,) int64 where each edge of `local` is among those.
+        last: (n,) int64 rows of `local` whose in-edges are not there.
     """
 
     graph: ShardGraph
@@ -43,6 +44,22 @@ class DeepGraph:
     rows: Exchange
     fetch: Exchange
     order: Tensor
+    last: Tensor
+
+    def otherwise(self, edge_attr: Tensor | None) -> tuple[ShardGraph, Tensor | None]:
+        """The local graph with other in-edges of the last rows: what hears of these differs."""
+        local, n = self.local, len(self.last)
+        to, order = torch.sort(torch.cat([local.destinations, self.last]), stable=True)
+        more = (self.last - 1) % local.nodes.own  # not themselves: convolutions add loops
+        sources = torch.cat([local.indices, more])[order]
+        names = torch.cat([local.edges.sources(), self.last])[order]
+        indptr = starts(torch.bincount(to, minlength=local.nodes.own))
+        local.domain.whole = True
+        graph = ShardGraph.from_ids(sources, indptr, local.nodes, local.nodes, names)
+        local.domain.whole = False
+        if edge_attr is not None:
+            edge_attr = torch.cat([edge_attr, edge_attr.new_ones(n, *edge_attr.shape[1:])])[order]
+        return graph, edge_attr
 
 
 class _Near(Domain):
@@ -96,7 +113,8 @@ def _made(graph: ShardGraph, depth: int) -> DeepGraph:
     indptr = starts(torch.bincount(to, minlength=len(ids)))
     local = ShardGraph.from_ids(sources[order], indptr, alone, alone, called)
     some.whole = False
-    return DeepGraph(graph, local, rows, edges, order)
+    last = torch.nonzero(~torch.isin(outer, inner))[:, 0] + nodes.own
+    return DeepGraph(graph, local, rows, edges, order, last)
 
 
 def _asked(graph: ShardGraph, wanted: Tensor) -> tuple[Tensor, Exchange]:
@@ -129,8 +147,11 @@ class Deepened(nn.Module):
     Equal to the layers on the graph itself, dropout included. They must treat single rows beside
     their convolutions: what goes over all rows is refused, though not a mere number of rows.
 
+    The first call runs the layers twice more, without gradients and in evaluation, to see whether
+    they reach farther than `depth`.
+
     Communication: one exchange of the deep halo's rows, and one of its edge features if there are
-    any, forward and backward; none within.
+    any, forward and backward; none within. At the first call one gather of objects.
     """
 
     def __init__(self, layers: nn.Module, depth: int) -> None:
@@ -147,7 +168,7 @@ class Deepened(nn.Module):
         for module in layers.modules():
             if type(module).__name__ in COUPLED or getattr(module, "mode", "") == "graph":
                 raise refuse(f"{type(module).__name__} in Deepened", (), None, "it couples rows")
-        self.layers, self.depth = layers, depth
+        self.layers, self.depth, self._proved = layers, depth, False
 
     def forward(self, x: Any, graph: ShardGraph, edge_attr: Any = None) -> Any:
         """What the layers make of nodes and edges."""
@@ -156,13 +177,40 @@ class Deepened(nn.Module):
         seen: list[Any] = [domain.exchange(local_of(x), deep.rows)]
         if edge_attr is not None:
             seen.append(domain.exchange(local_of(edge_attr), deep.fetch)[deep.order])
-        inputs = [
-            ShardTensor.from_local(t, s) if sharded else t
-            for t, s in zip(seen, (deep.local.nodes, deep.local.edges), strict=False)
-        ]
-        out = self.layers(inputs[0], deep.local, *inputs[1:])
+        if not self._proved:
+            domain.together(lambda: self._prove(deep, seen, sharded), "Deepened")
+            self._proved = True
+        out = self._out(deep.local, seen, sharded)
         give: Callable[[Any], Any] = lambda t: _given(t, deep, sharded)  # noqa: E731
         return tuple(give(t) for t in out) if isinstance(out, tuple) else give(out)
+
+    def _out(self, local: ShardGraph, seen: Sequence[Any], sharded: bool) -> Any:
+        """What the layers make of all local rows and edges."""
+        inputs = [
+            ShardTensor.from_local(t, s) if sharded else t
+            for t, s in zip(seen, (local.nodes, local.edges), strict=False)
+        ]
+        return self.layers(inputs[0], local, *inputs[1:])
+
+    def _prove(self, deep: DeepGraph, seen: Sequence[Any], sharded: bool) -> None:
+        """Refuse layers whose own nodes hear of in-edges that are not there."""
+        if not len(deep.last):
+            return
+        graph, edges = deep.otherwise(seen[1] if len(seen) > 1 else None)
+        training = {module: module.training for module in self.layers.modules()}
+        every = seen[:1] if edges is None else [seen[0], edges]
+        try:
+            self.layers.eval()
+            with torch.no_grad():
+                outs = self._out(deep.local, seen, sharded), self._out(graph, every, sharded)
+        finally:
+            for module, was in training.items():
+                module.training = was
+        mine, other = (local_of(o[0] if isinstance(o, tuple) else o) for o in outs)
+        own = deep.graph.nodes.own
+        far = (mine[:own] - other[:own]).abs()
+        if own and bool((far > mine.abs().max() * torch.finfo(mine.dtype).eps ** 0.5).any()):
+            raise MeshshardError(f"the layers reach farther than depth {self.depth}; give a larger")
 
 
 COUPLED = {"BatchNorm", "BatchNorm1d", "SyncBatchNorm", *NORMS} - {"LayerNorm"}  # but by its mode
