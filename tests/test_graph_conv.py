@@ -459,13 +459,20 @@ def test_what_cannot_be_right_is_refused_by_name():
         lambda x: x - pyg.global_max_pool(x, x.new_zeros(len(x), dtype=torch.int64)),
         lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0],
         lambda x: nn.MultiheadAttention(C, 2).double()(x, x, x)[0],
+        lambda x: nn.GRU(C, C).double()(x)[0],
+        lambda x: nn.LSTM(C, C).double()(x[:, None])[0][:, 0],
+        lambda x: nn.Conv1d(C, C, 3, padding=1).double()(x.T[None])[0].T,
+        lambda x: nn.InstanceNorm1d(C)(x.T[None])[0].T,
+        lambda x: nn.GroupNorm(2, C).double()(x.T[None])[0].T,
     ):  # fmt: skip
         conv = convert(Coupling(couple))
         with pytest.raises(NoShardRule, match=r"inside Coupling .*couples all rows"):
             conv(x, graph)
     for couple in (
         lambda x: x.softmax(-1) / x.norm(dim=1, keepdim=True),
-        lambda x: x - x.quantile(0.5, 1, True),
+        lambda x: x - x.quantile(0.5, 1, True), nn.GroupNorm(2, C).double(),
+        lambda x: nn.GRU(C, C, batch_first=True).double()(x[:, None])[0][:, 0],
+        lambda x: nn.Conv1d(1, 1, 3, padding=1).double()(x[:, None])[:, 0],
         lambda x: nn.functional.normalize(x).roll(1, 1), lambda x: x / x.norm(2.0, 1, keepdim=True),
     ):  # fmt: skip
         row_by_row = convert(Coupling(couple))

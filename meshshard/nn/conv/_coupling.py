@@ -6,7 +6,7 @@ by name. Functions of single rows, of one edge or along the edges of one node ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,10 @@ SCATTERS = (
     "scatter_add",
     "scatter_reduce",
 )
+
+ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
+OVER_GRIDS = (F.conv1d, F.conv2d, F.instance_norm, F.group_norm)
 
 
 def _reduced(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -119,13 +123,26 @@ def _scattered(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[st
     return func(*args, **kwargs)
 
 
-def _attended(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Attention of rows to rows; refused in a user's."""
-    keys = args[1] if len(args) > 1 else kwargs["key"]
-    at = -2 if func is F.scaled_dot_product_attention else 0
-    if run.own and type(keys) is Tensor and keys.ndim > 1 and run.kind(keys.shape[at]) == "rows":
-        raise _refused(run, func, keys)
+def _along(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """What goes along some dims; refused in a user's where rows lie there.
+
+    A rank without edges has so few rows that their number tells nothing: the others refuse.
+    """
+    x, dims = _along_dims(func, args, kwargs)
+    telling = run.own and len(run.rings.graph.indices) and type(x) is Tensor
+    if telling and any(run.kind(x.shape[d]) == "rows" for d in dims if d < x.ndim):
+        raise _refused(run, func, x)
     return func(*args, **kwargs)
+
+
+def _along_dims(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Sequence[int]]:
+    """A tensor, and the dims along which a function goes."""
+    if func in ATTENTION:
+        keys = args[1] if len(args) > 1 else kwargs["key"]
+        return keys, (0,) if func is F.multi_head_attention_forward else (keys.ndim - 2,)
+    if func in RECURRENT:
+        return args[0], (1 if args[-1] is True else 0,)
+    return args[0] if args else kwargs["input"], (2, 3, 4)  # convolutions, norms of channels
 
 
 COUPLING: dict[Any, Rule] = {
@@ -137,5 +154,5 @@ COUPLING: dict[Any, Rule] = {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.einsum), _product),
     **dict.fromkeys((torch.mm, Tensor.mm), _product),
     **{f: _scattered for n in SCATTERS for h in (torch, Tensor) if (f := getattr(h, n, None))},
-    **dict.fromkeys((F.scaled_dot_product_attention, F.multi_head_attention_forward), _attended),
+    **dict.fromkeys((*ATTENTION, *RECURRENT, *OVER_GRIDS), _along),
 }
