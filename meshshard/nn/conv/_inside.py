@@ -101,7 +101,7 @@ class Inside(TorchFunctionMode):
         graph = self.rings.graph
         source, to = edge_index
         if bool(((to < graph.nodes.own) & (source >= graph.n_local)).any()):
-            why = "it follows edges that leave a node, whose other ends are not here"
+            why = "it follows edges that leave a node: put them into the graph the other way too"
             raise refuse(f"propagate inside {type(conv).__name__}", (), None, why)
 
     def refreshed(self, x: Any, dim: int) -> Any:
