@@ -7,6 +7,7 @@ import torch
 from convs import C, divided, farthest, grid, own, serial
 
 from meshshard.comm import DomainError, init_domain
+from meshshard.errors import MeshshardError
 from meshshard.models import MultiScaleGraphNet
 from meshshard.nn import cluster, cluster_around, coarsen, farthest_points
 from meshshard.tensor import ShardGraph, ShardTensor
@@ -111,3 +112,11 @@ def test_labels_with_gaps_are_refused():
     graph = serial(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3)
     with pytest.raises(DomainError, match="no node has label 1"):
         coarsen(graph, torch.tensor([0, 2, 2]))
+
+
+def test_labels_and_sizes_that_cannot_be_are_refused():
+    graph = serial(torch.tensor(grid(4, 2)), 8)
+    with pytest.raises(MeshshardError, match="label -1: number the clusters from 0"):
+        coarsen(graph, torch.tensor([-1, 0, 0, 0, 1, 1, 1, 1]))
+    with pytest.raises(MeshshardError, match="clusters of 0 nodes"):
+        cluster(graph, 0)

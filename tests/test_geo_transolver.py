@@ -100,7 +100,7 @@ def test_the_geometry_matters():
     y = model(x, pos, geometry, numbers(3, 2))
     assert far(model(x, pos, geometry * 0.9, numbers(3, 2)), y) > 1e-3
     assert far(model(x, pos, geometry, numbers(3, 2) * 2), y) > 1e-4
-    with pytest.raises(MeshshardError, match="context is 2 wide"):
+    with pytest.raises(MeshshardError, match="built for tokens 2 wide"):
         model(x, pos, geometry)
 
 
@@ -118,3 +118,24 @@ def test_replaced_modules_are_heeded(monkeypatch):
         hook = m.in_project_fx.register_forward_hook(lambda m, x, y: 2 * y)
         assert far(model(*given), want) > 1e-6
         hook.remove()
+
+
+def test_kept_weights_are_kept_and_change_nothing(monkeypatch):
+    monkeypatch.setattr(_slices, "FEW", 8)
+    found = []
+    for keep in (False, True):
+        torch.manual_seed(0)
+        options = GeoOptions(slices=4, tile=8, keep_weights=keep)
+        model = GeoTransolver(3, 1, hidden=16, heads=2, layers=1, options=options).double()
+        assert model.blocks[0].Attn.keep_weights is keep
+        x = torch.rand(40, 3, dtype=torch.float64).requires_grad_()
+        out = model(x, x.detach(), x.detach())
+        found.append((out, torch.autograd.grad(out.sum(), x)[0]))
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_context_that_is_not_expected_is_told_so():
+    x = torch.rand(5, 3)
+    with pytest.raises(MeshshardError, match="the model was built for no tokens"):
+        GeoTransolver(3, 1, hidden=16, heads=2, layers=1)(x, x, x, torch.rand(2, 3))

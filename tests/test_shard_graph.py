@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import graphs
 
-from meshshard.comm import Domain, DomainError, init_domain
-from meshshard.tensor import ShardGraph, Sharding, ShardTensor
+from meshshard.comm import Domain, DomainError, init_domain, simulate
+from meshshard.nn import Deepened, MeshBlock, knn_graph
+from meshshard.tensor import ShardGraph, Sharding, ShardTensor, shard
 from meshshard.tensor.core import MeshshardError
 
 SIZES = {1: [30], 2: [13, 17], 3: [0, 21, 9], 4: [5, 0, 24, 1]}
@@ -140,3 +141,54 @@ def test_serial_graphs_keep_every_edge_in_its_order(graph, data):
     assert torch.equal(made.edge_index, kept)
     assert made.edges.origin.tolist() == sorted(made.edges.origin.tolist(),
                                                 key=lambda c: int(whole[1, order[c]]))  # fmt: skip
+
+
+RING = torch.stack([torch.arange(8), (torch.arange(8) + 1) % 8])
+
+
+@pytest.mark.parametrize("to", [-1, 8])
+def test_a_destination_that_is_not_there_is_no_lost_edge(to):
+    edges = torch.tensor([[0, 1], [1, to]])
+    with pytest.raises(MeshshardError, match="are not all among 8 rows"):
+        ShardGraph.from_edge_index(edges, Sharding(Domain(), [8]))
+
+
+@pytest.mark.parametrize("n", [7, 9])
+def test_features_of_other_edges_are_refused(n):
+    graph = ShardGraph.from_edge_index(RING, Sharding(Domain(), [8]))
+    with pytest.raises(MeshshardError, match=rf"\({n}, 2\) features for 8 edges"):
+        graph.take(torch.zeros(n, 2))
+
+
+def test_a_graph_that_was_found_has_no_order_of_edges():
+    graph = knn_graph(torch.randn(8, 3), 2)
+    with pytest.raises(MeshshardError, match="in no order of an edge_index"):
+        graph.take(torch.zeros(16, 2))
+
+
+def test_rows_along_another_dim_are_refused_on_every_rank():
+    """A rank whose own rows are by chance as many must not go on alone."""
+
+    def job(domain):
+        nodes = Sharding(domain, (3, 5))
+        graph = ShardGraph.from_edge_index(RING, nodes)
+        x = ShardTensor.from_local(torch.zeros(3, nodes.own), nodes, 1)
+        with pytest.raises(MeshshardError, match="dim 1 in sizes"):
+            graph.local(x)
+
+    simulate(2, job)
+
+
+def test_deepened_gives_back_edges_where_there_are_as_many_as_nodes():
+    edges = torch.cat([RING, torch.tensor([[0, 4], [2, 6]])], 1)
+    block = MeshBlock(4).double()
+    x, e = torch.randn(8, 4, dtype=torch.float64), torch.randn(10, 4, dtype=torch.float64)
+
+    def job(domain, layers=block):
+        nodes = Sharding(domain, (8,) if domain.size == 1 else (4, 4))
+        graph = ShardGraph.from_edge_index(edges, nodes)
+        return [a.gather() for a in layers(shard(x, domain, nodes), graph, graph.take(e))]
+
+    deep = Deepened(block, 1)
+    for got, wanted in zip(simulate(2, lambda d: job(d, deep))[0], job(Domain()), strict=True):
+        torch.testing.assert_close(got, wanted)

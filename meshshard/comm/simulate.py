@@ -26,8 +26,10 @@ def simulate(size: int, job: Callable[[Domain], T]) -> list[T]:
         job: called with the domain of each rank; what it changes must be its own.
 
     Raises:
-        DomainError: naming the first rank that failed, and why.
+        DomainError: naming the first rank that failed, and why; or no rank at all.
     """
+    if size < 1:
+        raise DomainError(f"simulate: {size} ranks; take 1 or more")
     if size == 1:
         return [job(Domain())]
     meeting = Meeting(size)

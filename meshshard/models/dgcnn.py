@@ -97,8 +97,13 @@ class DGCNN(nn.Module):
             layers: how many of them.
             norm: "batch" as in the paper (over all edges of all ranks), "layer", or None.
             dropout: of the head.
+
+        Raises:
+            MeshshardError: no layer, or an unknown norm.
         """
         super().__init__()
+        if layers < 1:
+            raise MeshshardError(f"a DGCNN of {layers} layers; it needs one at least")
         if norm is not None and norm not in NORMS:
             raise MeshshardError(f"DGCNN: norm {norm!r} is unknown: {', '.join(NORMS)} or None")
         widths = [inputs] + [hidden] * layers

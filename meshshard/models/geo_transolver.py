@@ -64,6 +64,9 @@ class GeoTransolver(nn.Module):
     Communication: for each radius the search of `ball_query`, where graphs are not given, and
     one exchange forward and backward; one all-reduce each way for each radius, for the geometry and
     for each block.
+
+    Raises:
+        MeshshardError: radii and neighbours of different number, or sizes that do not fit.
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class GeoTransolver(nn.Module):
         options: GeoOptions = GeoOptions(),
     ) -> None:
         super().__init__()
+        if layers < 1:
+            raise MeshshardError(f"a GeoTransolver of {layers} layers; it needs one at least")
         if len(options.radii) != len(options.neighbours):
             raise MeshshardError("GeoTransolver: a number of neighbours for every radius, please")
         self.in_dim, self.geometry_dim, self.options = in_dim, geometry_dim, options
@@ -101,6 +106,7 @@ class GeoTransolver(nn.Module):
                 tile=options.tile,
                 deterministic=options.deterministic,
             )
+            block.Attn.keep_weights = options.keep_weights
         self.apply(start)
 
     def forward(
@@ -128,7 +134,9 @@ class GeoTransolver(nn.Module):
             MeshshardError: context is missing, or not expected.
         """
         if (context is None) != (self.options.context_dim == 0):
-            raise MeshshardError(f"GeoTransolver: context is {self.options.context_dim} wide")
+            width = self.options.context_dim
+            expected = f"tokens {width} wide" if width else "no tokens"
+            raise MeshshardError(f"context: the model was built for {expected}")
         graphs = self.balls_of(pos, geometry) if graphs is None else graphs
         local = [self._local(i, g, pos, geometry) for i, g in enumerate(graphs)]
         parts = [*local, geometry, *([] if context is None else [context])]

@@ -61,6 +61,9 @@ class Transolver(nn.Module):
         options: the rest.
 
     Communication: for each block, that of `nn.SliceAttention`.
+
+    Raises:
+        MeshshardError: sizes that do not fit, or an unknown variant.
     """
 
     def __init__(
@@ -74,8 +77,9 @@ class Transolver(nn.Module):
         options: TransolverOptions = TransolverOptions(),
     ) -> None:
         super().__init__()
-        if layers < 1:
-            raise MeshshardError(f"a Transolver of {layers} layers; it needs one at least")
+        if min(layers, heads, slices) < 1:
+            counts = f"{layers} layers, {heads} heads, {slices} slices"
+            raise MeshshardError(f"a Transolver of {counts}; it needs one of each at least")
         self.in_dim, self.options = in_dim, options
         self.tile = tile_of(options.tile, heads, slices)
         self.preprocess = MLP(in_dim, 2 * hidden, hidden)
@@ -97,6 +101,9 @@ class Transolver(nn.Module):
 
         Returns:
             (N, out_dim) or (B, N, out_dim), of the kind of `x`.
+
+        Raises:
+            MeshshardError: rows of another width; context is missing, or not expected.
         """
         h, tokens = self._first(x), self._tokens(context)
         for block in self.blocks:

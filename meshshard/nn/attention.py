@@ -32,11 +32,14 @@ class Bottleneck(nn.Module):
 
     Communication: two all-reduces forward, of (heads, latents) and of (heads, latents, width /
     heads + 1) numbers; one backward, of (heads, latents, width / heads).
+
+    Raises:
+        MeshshardError: heads do not divide the width.
     """
 
     def __init__(self, width: int, heads: int = 8, latents: int = 64) -> None:
         super().__init__()
-        if width % heads:
+        if heads < 1 or width % heads:
             raise MeshshardError(f"Bottleneck: {heads} heads do not divide a width of {width}")
         self.heads = heads
         self.latents = nn.Parameter(torch.empty(heads, latents, width // heads))

@@ -91,9 +91,19 @@ class ShardGraph:
 
         An edge is named by its column: `take` gives own rows of features in that order.
 
+        Raises:
+            MeshshardError: an edge ends at a node that there is not.
+            DomainError: on every rank, where an edge begins at a node that there is not.
+
         Communication: that of `from_ids`.
         """
-        to = edge_index[1] - nodes.first
+        ends = edge_index[1]
+        if len(ends) and not 0 <= int(ends.min()) <= int(ends.max()) < nodes.total:
+            raise MeshshardError(
+                f"destinations {int(ends.min())} to {int(ends.max())} are not all among "
+                f"{n_of(nodes.total, 'rows')}"
+            )
+        to = ends - nodes.first
         mine = torch.nonzero((to >= 0) & (to < nodes.own)).view(-1)
         mine = mine[torch.argsort(to[mine], stable=True)]
         indptr = starts(torch.bincount(to[mine], minlength=nodes.own))
@@ -213,9 +223,21 @@ class ShardGraph:
         return ShardTensor.from_local(self.indptr.diff(), self.nodes)
 
     def take(self, features: Tensor) -> ShardTensor:
-        """Edge features (n_edges, …), whole on every rank in the order of edge_index, sharded."""
-        assert self.edges.origin is not None
-        return ShardTensor.from_local(features[self.edges.origin], self.edges)
+        """Edge features (n_edges, …), whole on every rank in the order of edge_index, sharded.
+
+        Raises:
+            MeshshardError: features of another number of edges, or a graph without an edge_index.
+        """
+        if self.names is None:
+            raise MeshshardError(
+                "take: edges of this graph are in no order of an edge_index; make their features "
+                "from rows: graph.lift(x), nn.edge_vectors"
+            )
+        if len(features) != self.edges.total:
+            raise MeshshardError(
+                f"take: {tuple(features.shape)} features for {n_of(self.edges.total, 'edges')}"
+            )
+        return ShardTensor.from_local(features[self.names], self.edges)
 
 
 def _not_an_edge_index(what: str) -> NoShardRule:

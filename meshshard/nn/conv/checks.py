@@ -181,6 +181,9 @@ def check_consistency(
 
     Returns:
         What was found; print it.
+
+    Raises:
+        MeshshardError: data without x, y or edge_index.
     """
     given = _Given(data, call or _called)
     report = Consistency()
@@ -210,6 +213,9 @@ class _Given:
         has = isinstance(data, Mapping)
         names = ("x", "y", "edge_index", "edge_attr")
         found: list[Any] = [data.get(n) if has else getattr(data, n, None) for n in names]
+        lacking = [n for n, a in zip(names[:3], found, strict=False) if a is None]
+        if lacking:
+            raise MeshshardError(f"check_consistency: the data have no {', no '.join(lacking)}")
         self.x, self.y, self.edge_index, self.edge_attr = found
         self.x, self.y, self.call = self.x.double(), self.y.double(), call
         if self.edge_attr is not None:

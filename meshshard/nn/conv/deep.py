@@ -6,7 +6,7 @@ message costs more than the rows: small shards, slow networks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,8 +163,11 @@ class Deepened(nn.Module):
 
         Raises:
             NoShardRule: a norm couples all rows.
+            MeshshardError: a depth of less than one.
         """
         super().__init__()
+        if depth < 1:
+            raise MeshshardError(f"Deepened: a depth of {depth}; take 1 or more")
         for module in layers.modules():
             if type(module).__name__ in COUPLED or getattr(module, "mode", "") == "graph":
                 raise refuse(f"{type(module).__name__} in Deepened", (), None, "it couples rows")
@@ -181,8 +184,10 @@ class Deepened(nn.Module):
             domain.together(lambda: self._prove(deep, seen, sharded), "Deepened")
             self._proved = True
         out = self._out(deep.local, seen, sharded)
-        give: Callable[[Any], Any] = lambda t: _given(t, deep, sharded)  # noqa: E731
-        return tuple(give(t) for t in out) if isinstance(out, tuple) else give(out)
+        if not isinstance(out, tuple):
+            return _given(out, deep, sharded)
+        nodes, edges = out
+        return _given(nodes, deep, sharded), _given(edges, deep, sharded, of_edges=True)
 
     def _out(self, local: ShardGraph, seen: Sequence[Any], sharded: bool) -> Any:
         """What the layers make of all local rows and edges."""
@@ -216,15 +221,14 @@ class Deepened(nn.Module):
 COUPLED = {"BatchNorm", "BatchNorm1d", "SyncBatchNorm", *NORMS} - {"LayerNorm"}  # but by its mode
 
 
-def _given(out: Any, deep: DeepGraph, sharded: bool) -> Any:
+def _given(out: Any, deep: DeepGraph, sharded: bool, of_edges: bool = False) -> Any:
     """Own rows of nodes or edges."""
     graph, rows = deep.graph, local_of(out)
-    if len(rows) not in (deep.local.nodes.own, deep.local.edges.own) or sharded != (
-        type(out) is ShardTensor
-    ):
-        why = f"a result {tuple(out.shape)} has neither a row for each node nor for each edge"
-        raise refuse("Deepened", (), None, why)
-    if rows.shape[0] == deep.local.edges.own != deep.local.nodes.own:
+    local = deep.local.edges if of_edges else deep.local.nodes
+    if len(rows) != local.own or sharded != (type(out) is ShardTensor):
+        what = "edge" if of_edges else "node"
+        raise refuse("Deepened", (), None, f"a result {tuple(out.shape)} has no row for each {what}")
+    if of_edges:
         places = torch.argsort(deep.order)[: graph.edges.own]
         own, sharding = rows[places], graph.edges
     else:

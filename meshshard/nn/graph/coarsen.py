@@ -58,11 +58,16 @@ def cluster(graph: ShardGraph, size: int) -> ShardTensor:
     The first rank cuts the graph as the source numbers it, so labels do not depend on the ranks.
     Do it once, and keep the labels.
 
+    Raises:
+        MeshshardError: clusters of less than one node.
+
     Communication: one gather of objects, two all-to-all.
     """
     from meshshard.graph import Graph
     from meshshard.partitioners import Metis
 
+    if size < 1:
+        raise MeshshardError(f"cluster: clusters of {size} nodes; take a number of 1 or more")
     domain, nodes = graph.domain, graph.nodes
     rows = nodes.sources(domain.device)
     edges = torch.stack([graph.origins[graph.indices], rows[graph.destinations]], 1)
@@ -106,6 +111,7 @@ def coarsen(graph: ShardGraph, labels: Any) -> Level:
         labels: (n_nodes,) int64 from 0 without gaps, divided as the nodes; plain on one rank.
 
     Raises:
+        MeshshardError: on every rank, where a label is negative.
         DomainError: on every rank, where a number between is no label.
 
     Communication: one all-reduce of a number for each cluster, three all-to-all of edges, the
@@ -131,10 +137,12 @@ def coarsen(graph: ShardGraph, labels: Any) -> Level:
 
 def _numbered(domain: Domain, labels: Tensor) -> tuple[Sharding, Tensor]:
     """How clusters are divided, and the id of every label."""
-    most = torch.zeros(1, dtype=torch.int64, device=domain.device)
+    most = torch.zeros(2, dtype=torch.int64, device=domain.device)
     if len(labels):
-        most[0] = labels.max() + 1
-    total = int(domain.all_reduce(most, "max"))
+        most = torch.stack([labels.max() + 1, -labels.min()])
+    total, below = domain.all_reduce(most, "max").tolist()
+    if below > 0:
+        raise MeshshardError(f"label {-below}: number the clusters from 0 without gaps")
     here = torch.zeros(total, dtype=torch.int64, device=domain.device)
     here[labels] = domain.size - domain.rank
     owner = domain.size - domain.all_reduce(here, "max")

@@ -25,7 +25,13 @@ RUN = 8192  # edges whose rows are added at a time
 
 
 def mlp(inputs: int, hidden: int, out: int, depth: int = 2, norm: bool = True) -> nn.Sequential:
-    """Linear layers, `depth` of them, with SiLU between them, and LayerNorm behind them."""
+    """Linear layers, `depth` of them, with SiLU between them, and LayerNorm behind them.
+
+    Raises:
+        MeshshardError: no layer at all.
+    """
+    if depth < 1:
+        raise MeshshardError(f"networks of {depth} linear layers; take 1 or more")
     sizes = [inputs, *[hidden] * (depth - 1), out]
     layers: list[nn.Module] = []
     for a, b in pairwise(sizes):
@@ -97,8 +103,8 @@ class MeshBlock(nn.Module):
 
 def _agree(x: Any, wanted: Sharding, what: str) -> None:
     """The same on every rank, for no rank may go on alone."""
-    if type(x) is not ShardTensor or x.sharding != wanted:
-        kind = f"in {x.sharding}" if type(x) is ShardTensor else "plain"
+    if type(x) is not ShardTensor or x.sharding != wanted or x.sharded_dim != 0:
+        kind = f"dim {x.sharded_dim} in {x.sharding}" if type(x) is ShardTensor else "plain"
         raise MeshshardError(
             f"MeshBlock: {what} {tuple(x.shape)}, {kind}, are not divided as the graph's: "
             f"{wanted}; of a whole edge_attr graph.take(edge_attr) makes own rows"
