@@ -121,7 +121,7 @@ def test_replaced_modules_are_heeded(monkeypatch):
 
 
 def test_kept_weights_are_kept_and_change_nothing(monkeypatch):
-    monkeypatch.setattr(_slices, "FEW", 8)
+    monkeypatch.setattr(_layer, "FEW", 8)
     found = []
     for keep in (False, True):
         torch.manual_seed(0)

@@ -32,8 +32,9 @@ T = TypeVar("T")
 class Domain:
     """The ranks that together hold one sample. One rank needs no process group.
 
-    Every tensor collective is differentiable, with its exact adjoint (see `meshshard.comm`). None
-    of the attributes communicates.
+    Every tensor collective is differentiable, with its exact adjoint (see `meshshard.comm`), and
+    raises DomainError where a tensor has not the rows that its sizes say. None of the attributes
+    communicates.
 
     Attributes:
         rank: number of this rank in the domain.

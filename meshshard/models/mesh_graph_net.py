@@ -61,6 +61,9 @@ class MeshGraphNet(nn.Module):
 
         Returns:
             (n_nodes, out) the same kind as x.
+
+        Raises:
+            MeshshardError: edges of another number, or rows that are divided otherwise.
         """
         if isinstance(graph, Tensor):
             graph, edge_attr = _serial(graph, len(x), edge_attr)
@@ -127,9 +130,12 @@ class MultiScaleGraphNet(nn.Module):
 
         Returns:
             (n_nodes, out) the same kind as x.
+
+        Raises:
+            MeshshardError: another number of levels, or rows that are divided otherwise.
         """
         if len(levels) != len(self.joints):
-            raise MeshshardError(f"{len(levels)} coarse levels for {len(self.joints)}")
+            raise MeshshardError(f"{len(levels)} coarse levels; the model has {len(self.joints)}")
         graphs = [graph, *[level.graph for level in levels]]
         nodes, edges = [self.encode_nodes(x)], [self.encode_edges(edge_attr)]
         for i, blocks in enumerate(self.way_down):

@@ -117,6 +117,9 @@ class Transolver(nn.Module):
         Each pass ends one block and begins the next on the same tile; of all rows only one hidden
         state is kept. Exact; without the noise of training.
 
+        Raises:
+            MeshshardError: as forward.
+
         Communication: forward, as the model's.
         """
         if not all(map(_as_built, (self.preprocess, *self.blocks))):

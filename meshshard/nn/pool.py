@@ -33,6 +33,9 @@ def global_add_pool(x: Tensor, batch: Tensor | None = None, size: int | None = N
     Returns:
         (size, …), replicated.
 
+    Raises:
+        MeshshardError: rows along another dim than the first, or a `batch` of other rows.
+
     Communication: one all-reduce of the result forward and backward; one more for `size`, if it is
     not given.
     """
@@ -91,6 +94,9 @@ def attention_pool(
 
     Returns:
         (size, width), replicated; 0 for a sample without rows.
+
+    Raises:
+        MeshshardError: scores of other rows, or heads that do not divide the width.
 
     Communication: one all-reduce of (size, heads) and one of (size, heads, width / heads + 1)
     forward, one backward; as in `global_add_pool` for `size`.

@@ -61,6 +61,9 @@ class Sharding:
             by; None where ids are rows in the source.
         shards: for every rank the rows of each of its shards, in order; one shard a rank where
             nothing else was said.
+
+    Raises:
+        MeshshardError: sizes for another number of ranks, or shards that do not add up to them.
     """
 
     __slots__ = ("domain", "first", "origin", "own", "shards", "sizes", "total")

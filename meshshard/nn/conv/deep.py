@@ -80,6 +80,9 @@ class _Near(Domain):
 def deepened(graph: ShardGraph, depth: int) -> DeepGraph:
     """A graph with a halo of `depth` rings, made once.
 
+    Raises:
+        MeshshardError: the graph is bipartite.
+
     Communication: five all-to-all for each ring at the first call.
     """
     if bipartite(graph):
@@ -226,8 +229,8 @@ def _given(out: Any, deep: DeepGraph, sharded: bool, of_edges: bool = False) -> 
     graph, rows = deep.graph, local_of(out)
     local = deep.local.edges if of_edges else deep.local.nodes
     if len(rows) != local.own or sharded != (type(out) is ShardTensor):
-        what = "edge" if of_edges else "node"
-        raise refuse("Deepened", (), None, f"a result {tuple(out.shape)} has no row for each {what}")
+        why = f"a result {tuple(out.shape)} has no row for each {'edge' if of_edges else 'node'}"
+        raise refuse("Deepened", (), None, why)
     if of_edges:
         places = torch.argsort(deep.order)[: graph.edges.own]
         own, sharding = rows[places], graph.edges

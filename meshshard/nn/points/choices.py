@@ -36,6 +36,7 @@ def farthest_points(pos: Tensor, n: int, start: int = 0) -> Tensor:
 
     Raises:
         DomainError: on every rank, where any has points that are not finite.
+        MeshshardError: more points than there are, or a start that is none of them.
 
     Communication: one gather of objects; one all-gather of a point a rank for each point.
     """
@@ -88,6 +89,9 @@ def random_points(x: Tensor, n: int, seed: int) -> Tensor:
 
     Returns:
         (n_rows,) bool, as sharded as x: `x[mask]` has the chosen rows, where they are.
+
+    Raises:
+        MeshshardError: more than there are, or less than none.
 
     Communication: four all-reduces of 2^14 counts and one gather of objects.
     """

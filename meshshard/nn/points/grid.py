@@ -47,6 +47,9 @@ class Box:
         """The nodes (n,) around each point with weights (n,), corner by corner of its cell.
 
         Points outside of the box count as the nearest on its surface; weights of a NaN are NaN.
+
+        Raises:
+            MeshshardError: points of another number of dims.
         """
         if pos.ndim != 2 or pos.shape[1] != len(self.shape):
             raise MeshshardError(f"points {tuple(pos.shape)} in a grid of {len(self.shape)} dims")
@@ -76,6 +79,9 @@ def points_from_grid(grid: Tensor, pos: Any, box: Box) -> Any:
     Returns:
         (n, channels), as sharded as the points.
 
+    Raises:
+        MeshshardError: a grid that is sharded or of another shape, or points of other dims.
+
     Communication: none; the gradient of the grid is this rank's share (see `meshshard.comm`).
     """
     if type(grid) is ShardTensor or tuple(grid.shape[:-1]) != tuple(box.shape):
@@ -100,6 +106,10 @@ def grid_from_points(x: Any, pos: Any, box: Box, mean: bool = True) -> Tensor:
 
     Returns:
         (nodes of the box …, channels), replicated.
+
+    Raises:
+        MeshshardError: values and points of two kinds, or points of other dims.
+        NoShardRule: values and points are sharded differently.
 
     Communication: one all-reduce of the grid and its weights, forward and backward.
     """

@@ -98,6 +98,10 @@ def ball_query(x: Tensor, y: Tensor, r: float, max_neighbours: int | None = None
         r: the largest distance.
         max_neighbours: the most that a place hears, None for all.
 
+    Raises:
+        DomainError: as `radius_graph`.
+        MeshshardError: as `knn`, or a radius or number that cannot be.
+
     Communication: that of `knn`.
     """
     points, places = side(x, "ball_query"), side(y, "ball_query")
