@@ -1,5 +1,6 @@
 """What is seldom asked of a sharded tensor: odd types, arguments, places; as torch, or refused."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -38,6 +39,10 @@ SAME = {
     "amin of flags": (lambda x: x.amin(0), FLAGS),
     "max of flags": (lambda x: x.max(0), FLAGS),
     "min of flags": (lambda x: x.min(0), FLAGS),
+    "norms of negative order": (lambda x: torch.linalg.vector_norm(x, -1, 0), draw(8, 3)),
+    "a row by a tensor": (lambda x: x[torch.tensor(-3)], draw(8, 3)),
+    "rows by a mask of numpy": (lambda x: x[np.arange(8) % 3 == 0], draw(8, 3)),
+    "a row by a number of numpy": (lambda x: x[np.int64(5), np.int32(1)], draw(8, 3)),
     "vdot": (lambda x: torch.vdot(x, x * 1j), draw(8, dtype=torch.complex128)),
     "var of complex numbers": (lambda x: x.var(0), draw(8, 3, dtype=torch.complex128)),
     "std of complex numbers": (lambda x: x.std(), draw(8, 3, dtype=torch.complex128)),
@@ -55,6 +60,9 @@ REFUSED = {
     "embedding that is renormed": lambda x: F.embedding(x.long(), draw(9, 2), max_norm=0.1),
     "a generator": lambda x: x.clone().normal_(generator=torch.Generator()),
     "take_along_dim of rows": lambda x: x.take_along_dim(x.long().clamp(0, 7), 0),
+    "true": lambda x: x[True],
+    "set where true": lambda x: x.clone().__setitem__(True, 1.0),
+    "is_nonzero": lambda x: torch.is_nonzero(x[:1, :1]),
     "l1_loss with weights": lambda x: F.l1_loss(x, 0 * x, weight=x),
 }
 OUTSIDE = {
@@ -62,6 +70,8 @@ OUTSIDE = {
     "stack": lambda x: torch.stack([x, x], 9),
     "narrow": lambda x: x.narrow(0, 20, 1),
     "narrow from the end": lambda x: x.narrow(0, -20, 1),
+    "a row": lambda x: x[8],
+    "set a row": lambda x: x.__setitem__(8, 1.0),
     "from_local": lambda x: ShardTensor.from_local(x.to_local(), x.sharding, 2),
     "shard": lambda x: shard(x.gather(), x.sharding.domain, (8,), dim=2),
     "argmax of nothing": lambda x: x[:, :0].argmax(),

@@ -39,7 +39,7 @@ LOCAL_METHODS = [
     "is_shared", "_is_view", "is_same_size",
 ]  # fmt: skip
 LOCAL_FUNCTIONS = [
-    "is_floating_point", "is_complex", "is_tensor", "is_nonzero", "is_inference", "is_conj",
+    "is_floating_point", "is_complex", "is_tensor", "is_inference", "is_conj",
     "is_neg", "result_type", "can_cast", "is_storage", "is_same_size",
 ]  # fmt: skip
 

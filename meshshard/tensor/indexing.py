@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from meshshard.errors import n_of
 from meshshard.tensor.align import aligned, alike, dim_of, native_ndim, own_rows, shape_of
 from meshshard.tensor.core import Rule, Sharding, ShardTensor, native, refuse, sharded, wrap
 from meshshard.tensor.views import followed
@@ -24,7 +25,7 @@ def getitem(x: Any, index: Any) -> Any:
         raise refuse(
             "Tensor.__getitem__", (x, index), None, "a plain tensor indexed by sharded rows"
         )
-    items = list(index) if isinstance(index, tuple) else [index]
+    items = [_item(x, i) for i in (index if isinstance(index, tuple) else (index,))]
     if len(items) == 1 and _is_mask(items[0]) and items[0].dim() == native_ndim(x) > 1:
         return masked_select(x, items[0])
     items, row = _spread(x, items)
@@ -32,7 +33,7 @@ def getitem(x: Any, index: Any) -> Any:
     items[row] = ALL
     if picked is None or (isinstance(picked, slice) and picked == ALL):
         return _other_dims(x, items)
-    if isinstance(picked, int) and not isinstance(picked, bool):
+    if isinstance(picked, int):
         return _other_dims_plain(_one_row(x, picked), items, row)
     if isinstance(picked, slice):
         return _other_dims(_row_slice(x, picked), items)
@@ -44,6 +45,16 @@ def getitem(x: Any, index: Any) -> Any:
     if _is_mask(picked):
         return _other_dims(_masked_rows(x, picked), items)
     return _other_dims_plain(index_select(x, x._dim, picked), items, None)
+
+
+def _item(x: ShardTensor, index: Any) -> Any:
+    """One index; arrays of numpy are tensors, and tensors without dims are numbers."""
+    index = torch.as_tensor(index) if type(index).__module__ == "numpy" else index
+    if isinstance(index, bool) or (isinstance(index, Tensor) and index.dim() == 0):
+        if isinstance(index, bool) or index.dtype == torch.bool:
+            raise refuse("Tensor.__getitem__", (x,), None, "true or false for all rows at once")
+        return int(index)
+    return index
 
 
 def _is_mask(item: Any) -> bool:
@@ -116,10 +127,19 @@ def _own_slice(rows: range, first: int, n: int) -> slice:
 
 def _one_row(x: ShardTensor, row: int) -> Tensor:
     """One global row on every rank, the row dim kept."""
-    sharding = x._sharding
-    if not -sharding.total <= row < sharding.total:
-        raise IndexError(f"index {row} is out of bounds for {sharding.total} rows")
-    return _some_rows(x, torch.tensor([row % sharding.total]))
+    return _some_rows(x, torch.tensor([_row(x, row)]))
+
+
+def _row(x: ShardTensor, row: int) -> int:
+    """A global row counted from the first.
+
+    Raises:
+        IndexError: there is no such row.
+    """
+    total = x._sharding.total
+    if not -total <= row < total:
+        raise IndexError(f"index {row} is out of bounds for {n_of(total, 'rows')}")
+    return row % total
 
 
 def _some_rows(x: ShardTensor, rows: Tensor) -> Tensor:
@@ -221,7 +241,7 @@ def setitem(x: Any, index: Any, value: Any) -> None:
         raise refuse(
             "Tensor.__setitem__", (x, index, value), None, "a plain target of sharded rows"
         )
-    items = list(index) if isinstance(index, tuple) else [index]
+    items = [_item(x, i) for i in (index if isinstance(index, tuple) else (index,))]
     whole = len(items) == 1 and _is_mask(items[0]) and items[0].dim() == native_ndim(x)
     if whole and not (type(value) is ShardTensor and native_ndim(x) == 1):
         masked = own_part(items[0], x)
@@ -263,7 +283,7 @@ def _target(x: ShardTensor, picked: Any, value: Any) -> tuple[Any, Any]:
         return (ALL if whole else _local_rows(x, picked)), value
     value = _plain_value(x, value)
     if isinstance(picked, int):
-        own = picked % x._sharding.total - x._sharding.first
+        own = _row(x, picked) - x._sharding.first
         return slice(own, own + 1) if 0 <= own < x._sharding.own else slice(0, 0), value
     if _is_mask(picked) and picked.dim() == 1:
         return own_part(picked, x), value

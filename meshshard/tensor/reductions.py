@@ -281,7 +281,10 @@ def vector_norm(
     if ord == 0:
         return total((x != 0).to(dtype or x.dtype), dims, keepdim)
     with native():
-        local = torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype)
+        if ord < 0 and not x._sharding.own:  # torch knows no such norm of nothing: it is infinite
+            local = torch.linalg.vector_norm(x, 2, dims, keepdim, dtype=dtype) + math.inf
+        else:
+            local = torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype)
         domain = x._sharding.domain
         norms = domain.all_gather(local[None], [1] * domain.size)
         return torch.linalg.vector_norm(norms, ord, 0)
