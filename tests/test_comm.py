@@ -286,8 +286,12 @@ def test_whatever_one_rank_does_the_others_end_with_a_message(job):
     ("call", "message"),
     [
         (lambda d: d.all_gather(torch.zeros(3), (4,)), r"tensor \(3,\), sizes say 4 rows"),
-        (lambda d: d.redistribute(torch.zeros(3), (3,), (4,)), "3 rows cannot become 4"),
+        (lambda d: d.redistribute(torch.zeros(3), (3,), (4,)), r"\(3,\) cannot become \(4,\)"),
         (lambda d: d.all_gather(torch.zeros(3), (1, 2)), "2 sizes for 1 rank"),
+        (lambda d: d.redistribute(torch.zeros(3), (3,), (1, 2)), r"cannot become \(1, 2\)"),
+        (lambda d: d.gather(torch.zeros(3), (3,), root=1), "root 1: ranks are 0 to 0"),
+        (lambda d: d.scatter(torch.zeros(0), (3,), root=-1), "root -1"),
+        (lambda d: d.all_reduce(torch.zeros(3), "mean"), "'mean' is unknown: sum or max"),
     ],
 )
 def test_calls_that_cannot_be_right(call, message):

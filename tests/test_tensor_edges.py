@@ -7,7 +7,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from meshshard.comm import DomainError, init_domain, simulate
 from meshshard.comm.domain import counted
-from meshshard.tensor import ShardTensor, shard
+from meshshard.errors import MeshshardError
+from meshshard.tensor import Sharding, ShardTensor, shard
 
 SIZES = (3, 0, 5)
 
@@ -139,3 +140,8 @@ def test_logsumexp_sends_its_largest_and_its_sum():
         return traffic.total().calls
 
     assert simulate(3, job) == [2, 2, 2]
+
+
+def test_sizes_below_zero_are_refused():
+    with pytest.raises(MeshshardError, match="a rank owns 0 rows or more"):
+        Sharding(init_domain(), (-1,))

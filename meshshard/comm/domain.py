@@ -69,13 +69,11 @@ class Domain:
 
         Communication: one all-reduce forward and backward (max: two backward).
         """
+        if op not in ("sum", "max"):
+            raise DomainError(f"all_reduce: {op!r} is unknown: sum or max")
         if self.size == 1:
             return x
-        if op == "sum":
-            return linear.apply(self._sum, x)
-        if op == "max":
-            return linear.largest(self, x)
-        raise DomainError(f"all_reduce: {op!r} is unknown: sum or max")
+        return linear.apply(self._sum, x) if op == "sum" else linear.largest(self, x)
 
     def all_gather(self, x: Tensor, sizes: Size) -> Tensor:
         """The rows of all ranks, in their order, on every rank; `sizes` may be uneven.
@@ -111,10 +109,8 @@ class Domain:
 
         Communication: one all-to-all forward and backward, of the rows that change their rank.
         """
-        if sum(sizes) != sum(wanted):
-            raise DomainError(
-                f"redistribute: {n_of(sum(sizes), 'rows')} cannot become {sum(wanted)}"
-            )
+        if sum(sizes) != sum(wanted) or len(wanted) != self.size:
+            raise DomainError(f"redistribute: {tuple(sizes)} cannot become {tuple(wanted)}")
         op = linear.Redistribute(self, tuple(sizes), tuple(wanted))
         return linear.apply(op, self._rows(x, sizes, "redistribute"))
 
@@ -261,6 +257,8 @@ class Domain:
         return f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}: "
 
     def _all_on(self, root: int, sizes: Size) -> tuple[int, ...]:
+        if not 0 <= root < self.size:
+            raise DomainError(f"root {root}: ranks are 0 to {self.size - 1}")
         return tuple(sum(sizes) if r == root else 0 for r in range(self.size))
 
     def _rows(self, x: Tensor, sizes: Size, what: str) -> Tensor:

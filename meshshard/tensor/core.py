@@ -63,7 +63,8 @@ class Sharding:
             nothing else was said.
 
     Raises:
-        MeshshardError: sizes for another number of ranks, or shards that do not add up to them.
+        MeshshardError: sizes for another number of ranks, or below zero; or shards that do not add
+            up to them.
     """
 
     __slots__ = ("domain", "first", "origin", "own", "shards", "sizes", "total")
@@ -79,6 +80,8 @@ class Sharding:
             raise MeshshardError(f"{n_of(len(sizes), 'sizes')} for {n_of(domain.size, 'ranks')}")
         self.domain = domain
         self.sizes = tuple(int(n) for n in sizes)
+        if min(self.sizes) < 0:
+            raise MeshshardError(f"sizes {self.sizes}: a rank owns 0 rows or more")
         self.total = sum(self.sizes)
         self.first = domain.offset(self.sizes)
         self.own = self.sizes[domain.rank]
