@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshshard.errors import MeshshardError
 from meshshard.nn import knn_graph
+from meshshard.nn._sparse import Ends, largest
 from meshshard.tensor import ShardGraph, ShardTensor
 from meshshard.tensor.core import wrap
 
@@ -53,21 +54,15 @@ class DynamicEdgeConv(nn.Module):
         local = graph.local(x)
         ends = local[: graph.nodes.own][graph.destinations]
         pairs = torch.cat([ends, local[graph.indices] - ends], dim=1)
+        arriving = Ends.of(graph).arriving
         if not isinstance(x, ShardTensor):
-            return largest(self.h(pairs), graph)
+            return largest(arriving, self.h(pairs))
         messages = self.h(wrap(pairs, graph.edges, 0))
-        return wrap(largest(messages.to_local(), graph), graph.nodes, 0)
+        return wrap(largest(arriving, messages.to_local()), graph.nodes, 0)
 
     def extra_repr(self) -> str:
         """What print shows."""
         return f"k={self.k}"
-
-
-def largest(messages: Tensor, graph: ShardGraph) -> Tensor:
-    """The maximum over the in-edges of every own row; ties share the gradient, none are zero."""
-    zero = messages.new_zeros(graph.nodes.own, messages.shape[1])
-    to = graph.destinations[:, None].expand_as(messages)
-    return zero.scatter_reduce(0, to, messages, "amax", include_self=False)
 
 
 class DGCNN(nn.Module):
