@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshshard.errors import MeshshardError
 from meshshard.nn import knn_graph
-from meshshard.nn._sparse import Ends, largest
+from meshshard.nn.graph._sparse import Ends, largest
 from meshshard.tensor import ShardGraph, ShardTensor
 from meshshard.tensor.core import wrap
 
