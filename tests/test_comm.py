@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import Ranks
 
-from meshshard.comm import DomainError, Exchange, init_domain, simulate
+from meshshard.comm import Domain, DomainError, Exchange, init_domain, simulate
 from meshshard.comm.domain import counted
 from meshshard.errors import MeshshardError
 
@@ -338,3 +338,9 @@ def test_one_rank_alone_is_not_numbered():
 
     with pytest.raises(DomainError, match=r"^load: x: is not there$"):
         init_domain().together(action, "load")
+
+
+def test_transforms_of_functions_are_refused_by_name():
+    domain = Domain()
+    with pytest.raises(DomainError, match=r"torch.func .* torch.autograd.grad"):
+        torch.func.grad(lambda x: domain.all_gather(x, [3]).sum())(torch.ones(3))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshshard.comm import _wire
+from meshshard.errors import DomainError
 
 if TYPE_CHECKING:
     from meshshard.comm.domain import Domain
@@ -36,6 +37,10 @@ def apply(op: Linear, x: Tensor) -> Tensor:
     """The operator on a tensor, differentiable."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return op(x)  # the same, without what autograd costs
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise DomainError(
+            "torch.func does not go through messages between ranks: torch.autograd.grad"
+        )
     out: Tensor = _Apply.apply(x, op)  # type: ignore[no-untyped-call]
     return out
 
