@@ -30,10 +30,10 @@ def main(words: list[str]) -> int:
     try:
         _run(words)
     except SystemExit as ended:
-        if isinstance(ended.code, str):
-            _leave_word(ended.code.removeprefix("error: "))
+        if isinstance(ended.code, int) and ended.code:
+            _leave_word(f"ended with exit code {ended.code}", ended.code)
         elif ended.code:
-            _leave_word(f"ended with exit code {ended.code}")
+            _leave_word(str(ended.code).removeprefix("error: "))
         raise
     except Exception as error:
         _leave_word(f"{type(error).__name__}: {error}")
@@ -60,10 +60,10 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _leave_word(why: str) -> None:
+def _leave_word(why: str, code: int = 1) -> None:
     """Say why, and when, in the file where torchrun looks for it."""
     now = time.time()
-    told = {"message": why, "extraInfo": {"timestamp": str(int(now))}, "time": now}
+    told = {"message": why, "extraInfo": {"timestamp": str(int(now))}, "time": now, "code": code}
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")  # torchrun's own name for it
     if path:
         Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")

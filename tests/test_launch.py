@@ -119,6 +119,15 @@ def test_what_failed_first_is_the_last_line(tmp_path, failing, code, last):
         assert unwanted not in done.stderr
 
 
+def test_a_rank_that_takes_long_to_end_is_still_the_first(tmp_path):
+    slow = "import atexit; atexit.register(time.sleep, 20); raise ValueError('first')"
+    text = TOLD.replace("{}", slow).replace("domain.all_reduce", "time.sleep(3); raise Exception")
+    (tmp_path / "fails.py").write_text(text)
+    done = run("launch", 2, "fails.py", cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == "error: rank 1: ValueError: first"
+    assert done.returncode == 1
+
+
 def test_a_script_runs_as_it_would_alone(tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "beside.py").write_text("WORD = 'beside'\n")

@@ -34,7 +34,8 @@ def main(words: Sequence[str]) -> int:
         word = _word(failure)
         why = word["message"] if word else how_it_ended(failure.exitcode, b"")
         sys.stderr.write(f"error: rank {rank}: {' '.join(why.split())}\n")
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        code = int(word.get("code", failure.exitcode))
+        return code if code > 0 else 128 - code
     return 0
 
 
@@ -44,8 +45,13 @@ def _word(failure: Any) -> dict[str, Any]:
 
 
 def _when(failure: Any) -> tuple[bool, float]:
-    """When a rank failed; those that were told to end, as another had failed, come last."""
-    return failure.exitcode == -signal.SIGTERM, _word(failure).get("time", failure.timestamp)
+    """When a rank failed; those that were told to end, as another had failed, come last.
+
+    One that has failed by itself may be told too, as its process takes a while to end.
+    """
+    word = _word(failure)
+    told = not word and failure.exitcode == -signal.SIGTERM
+    return told, word.get("time", failure.timestamp)
 
 
 if __name__ == "__main__":

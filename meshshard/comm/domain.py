@@ -301,6 +301,8 @@ def init_domain(
         return Domain(None, place)
     backend = "nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    if backend == "gloo":  # else a rank that ends at once breaks the connecting of the others
+        dist.barrier()
     domain = Domain(dist.group.WORLD, place)
     atexit.register(domain.close)
     return domain
