@@ -8,7 +8,7 @@ from convs import C, divided, farthest, grid, own, serial
 
 from meshshard.comm import DomainError, init_domain
 from meshshard.errors import MeshshardError
-from meshshard.models import MultiScaleGraphNet
+from meshshard.models import MeshGraphNet
 from meshshard.nn import cluster, cluster_around, coarsen, farthest_points
 from meshshard.tensor import ShardGraph, ShardTensor
 
@@ -68,7 +68,7 @@ def model_job():
     x = torch.randn(N, C, dtype=torch.float64, generator=generator)
     e = torch.rand(edges.shape[1], 3, dtype=torch.float64, generator=generator)
     torch.manual_seed(3)
-    model = MultiScaleGraphNet(C, 3, 2, hidden=8, layers=(1, 1, 1)).double()
+    model = MeshGraphNet(C, 3, 2, hidden=8, layers=(1, 1, 1)).double()
     results = []
     for rows, at in ((x, whole), (x[origin], graph)):
         one = copy.deepcopy(model)

@@ -2,7 +2,7 @@
 
 from meshshard.models.dgcnn import DGCNN, DynamicEdgeConv
 from meshshard.models.geo_transolver import GeoOptions, GeoTransolver
-from meshshard.models.mesh_graph_net import MeshGraphNet, MultiScaleGraphNet
+from meshshard.models.mesh_graph_net import MeshGraphNet
 from meshshard.models.transolver import Transolver, TransolverOptions
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "GeoOptions",
     "GeoTransolver",
     "MeshGraphNet",
-    "MultiScaleGraphNet",
     "Transolver",
     "TransolverOptions",
 ]

@@ -74,8 +74,8 @@ class DGCNN(nn.Module):
 
     def __init__(
         self,
-        inputs: int,
-        outputs: int,
+        in_dim: int,
+        out_dim: int,
         k: int = 20,
         hidden: int = 64,
         layers: int = 3,
@@ -85,8 +85,8 @@ class DGCNN(nn.Module):
         """A model.
 
         Args:
-            inputs: features of a point, its coordinates among them.
-            outputs: numbers for each point.
+            in_dim: features of a point, its coordinates among them.
+            out_dim: numbers for each point.
             k: neighbours, the point itself among them.
             hidden: width of an edge convolution.
             layers: how many of them.
@@ -101,23 +101,23 @@ class DGCNN(nn.Module):
             raise MeshshardError(f"a DGCNN of {layers} layers; it needs one at least")
         if norm is not None and norm not in NORMS:
             raise MeshshardError(f"DGCNN: norm {norm!r} is unknown: {', '.join(NORMS)} or None")
-        widths = [inputs] + [hidden] * layers
+        widths = [in_dim] + [hidden] * layers
         self.k = k
         self.convs = nn.ModuleList(
             DynamicEdgeConv(_mlp([2 * a, b, b], norm), k) for a, b in pairwise(widths)
         )
         head = _mlp([hidden * layers, 4 * hidden, 2 * hidden], norm)
-        self.head = nn.Sequential(*head, nn.Dropout(dropout), nn.Linear(2 * hidden, outputs))
+        self.head = nn.Sequential(*head, nn.Dropout(dropout), nn.Linear(2 * hidden, out_dim))
 
     def forward(self, x: Tensor, pos: Tensor | None = None) -> Tensor:
         """Predict.
 
         Args:
-            x: (n, inputs) features, sharded along their rows, or plain.
+            x: (n, in_dim) features, sharded along their rows, or plain.
             pos: (n, d) coordinates in which the first layer looks for neighbours, else in `x`.
 
         Returns:
-            (n, outputs), as sharded as `x`.
+            (n, out_dim), as sharded as `x`.
 
         Communication: that of each edge convolution, and of the norms: two all-reduces each,
         forward and backward, where it is "batch".
