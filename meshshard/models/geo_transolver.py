@@ -95,18 +95,10 @@ class GeoTransolver(nn.Module):
         self.tokens = nn.ModuleList(tokens)
         full = hidden + options.local * len(options.radii)
         ends = [None] * (layers - 1) + [out_dim]
-        self.blocks = nn.ModuleList(Block(full, heads, options.slices, n, options) for n in ends)
-        for block in self.blocks:
-            block.Attn = CrossSliceAttention(
-                full,
-                heads,
-                options.slices,
-                len(widths) * (hidden // heads),
-                variant=options.variant,
-                tile=options.tile,
-                deterministic=options.deterministic,
-            )
-            block.Attn.keep_weights = options.keep_weights
+        seen = len(widths) * (hidden // heads)
+        self.blocks = nn.ModuleList(
+            Block(_attention(full, heads, seen, options), n, options.mlp_ratio) for n in ends
+        )
         self.apply(start)
 
     def forward(
@@ -163,6 +155,21 @@ class GeoTransolver(nn.Module):
         away = (rows[..., :width] - pos[:, None]) / self.options.radii[i]
         seen = torch.cat([away, rows[..., width:]], -1) * mask[..., None]
         return torch.tanh(self.balls[i](seen.flatten(1)))
+
+
+def _attention(dim: int, heads: int, seen: int, options: GeoOptions) -> CrossSliceAttention:
+    """Of a block, to tokens of so many numbers in each head."""
+    attention = CrossSliceAttention(
+        dim,
+        heads,
+        options.slices,
+        seen,
+        variant=options.variant,
+        tile=options.tile,
+        deterministic=options.deterministic,
+    )
+    attention.keep_weights = options.keep_weights
+    return attention
 
 
 class SliceTokens(nn.Module):

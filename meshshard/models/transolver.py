@@ -85,7 +85,9 @@ class Transolver(nn.Module):
         self.preprocess = MLP(in_dim, 2 * hidden, hidden)
         self.placeholder = nn.Parameter(torch.rand(hidden) / hidden)
         ends = [None] * (layers - 1) + [out_dim]
-        self.blocks = nn.ModuleList(Block(hidden, heads, slices, n, options) for n in ends)
+        self.blocks = nn.ModuleList(
+            Block(_attention(hidden, heads, slices, options), n, options.mlp_ratio) for n in ends
+        )
         width = options.context_dim
         self.context: nn.Linear | None = nn.Linear(width, hidden) if width else None
         self.apply(start)
@@ -229,22 +231,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Slice attention and an MLP, each on normed rows and added to them; the last one projects."""
 
-    def __init__(
-        self, hidden: int, heads: int, slices: int, out_dim: int | None, options: TransolverOptions
-    ) -> None:
+    def __init__(self, attention: SliceAttention, out_dim: int | None, mlp_ratio: float) -> None:
         super().__init__()
+        hidden = attention.dim
         self.ln_1 = nn.LayerNorm(hidden)
-        self.Attn = SliceAttention(
-            hidden,
-            heads,
-            slices,
-            variant=options.variant,
-            tile=options.tile,
-            keep_weights=options.keep_weights,
-            deterministic=options.deterministic,
-        )
+        self.Attn = attention
         self.ln_2 = nn.LayerNorm(hidden)
-        self.mlp = MLP(hidden, int(hidden * options.mlp_ratio), hidden)
+        self.mlp = MLP(hidden, int(hidden * mlp_ratio), hidden)
         self.last = out_dim is not None
         if out_dim is not None:
             self.ln_3 = nn.LayerNorm(hidden)
@@ -274,6 +267,18 @@ class Block(nn.Module):
         x = x + self.Attn(self.ln_1(x), context)
         x = x + self.mlp(self.ln_2(x))
         return self.mlp2(self.ln_3(x)) if self.last else x
+
+
+def _attention(hidden: int, heads: int, slices: int, options: TransolverOptions) -> SliceAttention:
+    return SliceAttention(
+        hidden,
+        heads,
+        slices,
+        variant=options.variant,
+        tile=options.tile,
+        keep_weights=options.keep_weights,
+        deterministic=options.deterministic,
+    )
 
 
 def _first(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add: Tensor) -> Tensor:
