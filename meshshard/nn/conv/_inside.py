@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -32,7 +31,6 @@ class Inside(TorchFunctionMode):
         own: whether it is a user's, so that nothing is known of it.
         edge_index: what it propagates along at the moment.
         within: whether it does so just now.
-        made: how often it has propagated along edges of its own making.
         stale: whether halo rows have to be fetched again before they are read.
     """
 
@@ -42,7 +40,7 @@ class Inside(TorchFunctionMode):
         super().__init__()
         self.rings, self.name, self.rules, self.own = rings, name, rules, own
         self.edge_index = rings.edge_index
-        self.within, self.stale, self.made = False, False, 0
+        self.within = self.stale = False
 
     def __enter__(self) -> Inside:
         """Make this the run that is under way."""
@@ -78,9 +76,6 @@ class Inside(TorchFunctionMode):
     def before(self, conv: Any, edge_index: Tensor, given: dict[str, Any]) -> dict[str, Any]:
         """What a convolution is about to send along edges, with a true halo."""
         self.edge_index, self.within = edge_index, True
-        alone = self.rings.graph.domain.size == 1
-        if self.own and not alone and edge_index is not self.rings.edge_index:
-            self._prove(conv, edge_index)
         if not self.stale:
             return given
         names = {a[:-2] for a in (*conv._user_args, *conv._edge_user_args) if a.endswith("_j")}
@@ -88,21 +83,6 @@ class Inside(TorchFunctionMode):
             names |= set(conv.inspector.get_param_names(hook))
         read = sorted(names & given.keys())
         return given | {name: self.refreshed(given[name], conv.node_dim) for name in read}
-
-    def _prove(self, conv: Any, edge_index: Tensor) -> None:
-        """Look at the edges that a user's convolution has made, once for each graph."""
-        proved, self.made = self.rings.proved, self.made + 1
-        if self.made > proved.get(conv, 0) and edge_index.layout == torch.strided:
-            self.rings.graph.domain.together(lambda: self._arriving(conv, edge_index), self.name)
-            proved[conv] = self.made
-
-    def _arriving(self, conv: Any, edge_index: Tensor) -> None:
-        """Refuse edges that bring own nodes rows without features."""
-        graph = self.rings.graph
-        source, to = edge_index
-        if bool(((to < graph.nodes.own) & (source >= graph.n_local)).any()):
-            why = "it follows edges that leave a node: put them into the graph the other way too"
-            raise refuse(f"propagate inside {type(conv).__name__}", (), None, why)
 
     def refreshed(self, x: Any, dim: int) -> Any:
         """Rows whose halo is fetched again; of a pair those of the sources."""
@@ -113,8 +93,7 @@ class Inside(TorchFunctionMode):
         dim = max(dim, -x.ndim)
         if x.shape[dim] != self.rings.n_rows:
             return x
-        own = x.movedim(dim, 0)[: self.rings.graph.sources.own]
-        return self.rings.rows(own).movedim(0, dim)
+        return self.rings.rows(self.rings.own(x.movedim(dim, 0))).movedim(0, dim)
 
     def keys(self, x: Tensor) -> tuple[Tensor, int]:
         """What the draws of every row of a tensor are keyed by, and the dim of the rows."""

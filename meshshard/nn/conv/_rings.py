@@ -8,9 +8,8 @@ it lives, and the nodes at their other ends, which have no features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +20,7 @@ from meshshard.comm import Exchange
 from meshshard.nn.graph._sparse import Total
 from meshshard.tensor import ShardGraph
 
-__all__ = ["Rings", "rings_of"]
+__all__ = ["Rings", "apart", "bipartite", "padded", "rings_of"]
 
 _known: WeakKeyDictionary[ShardGraph, dict[int, Rings]] = WeakKeyDictionary()
 
@@ -42,7 +41,6 @@ class Rings:
         origins: (n_rows,) int64 what random numbers of the rows are keyed by.
         names: (n_edges,) int64 what random numbers of the edges are keyed by.
         fetch: brings the attributes of the other edges behind those of own edges, if there are any.
-        proved: how many propagates of a convolution are known to bring features alone.
     """
 
     graph: ShardGraph
@@ -52,7 +50,6 @@ class Rings:
     origins: Tensor
     names: Tensor
     fetch: Exchange | None = None
-    proved: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
 
     def rows(self, x: Tensor) -> Tensor:
         """Own rows with their halo, and zeros: (n_rows, …).
@@ -61,6 +58,14 @@ class Rings:
         """
         local = self.graph.domain.exchange(x, self.graph.exchange)
         return padded(local, self.n_rows)
+
+    def own(self, x: Tensor) -> Tensor:
+        """Own rows of (n_rows, …)."""
+        return x[: self.graph.sources.own]
+
+    def around(self, own: Tensor) -> Tensor:
+        """Own rows where they stand, zeros elsewhere: (n_rows, …)."""
+        return padded(own, self.n_rows)
 
     @cached_property
     def arriving(self) -> Total | None:
@@ -115,15 +120,15 @@ def _made(
     none = ends.shape[1] == 0
     n_edges = ends.shape[1] + none
     taken = [n_edges, n_edges + 1]  # one more is what quantiles see: graph_conv.led
-    n_to = _apart(graph.nodes.own + 2 * none, taken) if bipartite(graph) else 0
-    rows = _apart(rows + 2 * none, [*taken, n_to])
+    n_to = apart(graph.nodes.own + 2 * none, taken) if bipartite(graph) else 0
+    rows = apart(rows + 2 * none, [*taken, n_to])
     n_to = n_to or rows
     if none:
         ends, names = ends.new_tensor([[rows - 2], [n_to - 1]]), padded(names, 1)
     return Rings(graph, rows, n_to, ends, padded(graph.origins, rows), names, fetch)
 
 
-def _apart(rows: int, taken: Sequence[int]) -> int:
+def apart(rows: int, taken: Sequence[int]) -> int:
     """The smallest number of rows from here on that is none of others, and not zero."""
     while rows == 0 or rows in taken:
         rows += 1

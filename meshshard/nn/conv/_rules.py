@@ -54,7 +54,7 @@ def _batch_norm(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> An
 
 
 def on_own_rows(run: Inside, x: Tensor, norm: Callable[[Any], Any]) -> Tensor:
-    """A function that couples rows, on the own rows of all ranks; zeros behind them.
+    """A function that couples rows, on the own rows of all ranks; zeros elsewhere.
 
     What was derived of halo rows has to be fetched again.
     """
@@ -63,8 +63,9 @@ def on_own_rows(run: Inside, x: Tensor, norm: Callable[[Any], Any]) -> Tensor:
         raise run.refused("a norm over rows", x)
     sharding = {"rows": graph.sources, "nodes": graph.nodes, "edges": graph.edges}[kind]
     run.stale |= kind == "rows"
-    out = norm(ShardTensor.from_local(x[: sharding.own], sharding))
-    return padded(out.to_local(), x.shape[0])
+    own = run.rings.own(x) if kind == "rows" else x[: sharding.own]
+    out = norm(ShardTensor.from_local(own, sharding)).to_local()
+    return run.rings.around(out) if kind == "rows" else padded(out, x.shape[0])
 
 
 def _scatter(run: Inside, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -78,15 +78,16 @@ def check_conv(conv: nn.Module, width: int | None = None, edge_width: int | None
     if edge_width or weights:
         more = torch.rand(EDGES, edge_width or 1, generator=generator, dtype=torch.float64)
         data.append(more[:, 0] if weights else more)
-    name, found = type(conv).__name__, {}
-    try:
-        for rings in (1, 2):
+    name, found, said = type(conv).__name__, {}, ""
+    for rings in (1, 2):
+        try:
             found[rings] = _farthest_conv(conv, edges, data, rings)
-            if found[rings] < EXACT:
-                return ConvCheck(name, rings, found)
-    except (MeshshardError, RuntimeError, ValueError, IndexError) as error:
-        return ConvCheck(name, None, found, str(error))
-    return ConvCheck(name, None, found)
+        except (MeshshardError, RuntimeError, ValueError, IndexError) as error:
+            said = str(error)
+            continue
+        if found[rings] < EXACT:
+            return ConvCheck(name, rings, found)
+    return ConvCheck(name, None, found, said)
 
 
 def _farthest_conv(conv: nn.Module, edges: Tensor, data: list[Tensor], rings: int) -> float:

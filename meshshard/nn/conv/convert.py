@@ -65,10 +65,12 @@ def convert(model: M, rings: int | None = None) -> M:
 
     Raises:
         NoShardRule: naming a module that cannot be exact on shards, before anything is changed.
+        DomainError: from the first call of a user's convolution, on every rank, where its result
+            depends on what a shard does not know: numbers or order of rows, rows far away.
 
     Communication: each convolution one exchange of its input's halo, forward and backward, and one
-    more for each further propagate; with two rings one of its edge features. A user's that makes
-    edges of its own, loops for example, one gather of objects, once for each graph.
+    more for each further propagate; with two rings one of its edge features. The first call of a
+    user's, on several ranks, runs it twice more to prove it, and gathers objects once.
     """
     from torch_geometric.nn import MessagePassing
 

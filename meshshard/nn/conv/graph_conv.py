@@ -17,6 +17,7 @@ from torch import Tensor
 from meshshard.errors import MeshshardError
 from meshshard.nn.conv._fused import fused
 from meshshard.nn.conv._inside import RUNNING, Inside
+from meshshard.nn.conv._proof import prove
 from meshshard.nn.conv._rings import Rings, bipartite, padded, rings_of
 from meshshard.nn.conv._rules import RULES
 from meshshard.nn.conv._subclass import is_changed, reclass
@@ -62,6 +63,7 @@ def adopt(conv: Any, rings: int | None = None) -> None:
         return
     _refuse_orders(conv)
     conv._meshshard_rings = rings or _rings_needed(conv)
+    conv._meshshard_proved = False
     reclass(conv, on_shards)
     for module in conv.modules():
         if hasattr(module, "q") and hasattr(module, "interpolation"):
@@ -159,14 +161,20 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
     if quick is not None:
         return quick
     rings = rings_of(graph, conv._meshshard_rings)
-    local = {n: _local(n, a, rings, name) for n, a in given.items()}
-    if bipartite(graph) and "size" in names and local.get("size") is None:
-        local["size"] = (rings.n_rows, rings.n_to)
     unknown = not type(conv).__module__.startswith("torch_geometric.")
-    with Inside(rings, name, RULES, unknown):
-        out = forward(**local)
     plain = not any(_is_sharded(a) for a in given.values())
-    return _own(out, rings, plain, name)
+
+    def _out(rings: Rings) -> Any:
+        local = {n: _local(n, a, rings, name) for n, a in given.items()}
+        if bipartite(graph) and "size" in names and local.get("size") is None:
+            local["size"] = (rings.n_rows, rings.n_to)
+        with Inside(rings, name, RULES, unknown):
+            return _own(forward(**local), rings, plain, name)
+
+    if unknown and graph.domain.size > 1 and not conv._meshshard_proved:
+        prove(conv, rings, _out, name)
+        conv._meshshard_proved = True
+    return _out(rings)
 
 
 def _is_sharded(a: Any) -> bool:
@@ -265,5 +273,6 @@ def _own(out: Any, rings: Rings, plain: bool, name: str) -> Any:
         if out.dtype == torch.int64 and rows == 2:
             why = "it gives back its edges, self-loops and all: without return_attention_weights"
         raise refuse(name, (), None, why)
-    own = out[: found.own]
+    of_rows = found is rings.graph.nodes and not bipartite(rings.graph)
+    own = rings.own(out) if of_rows else out[: found.own]
     return own if plain else ShardTensor.from_local(own, found)
