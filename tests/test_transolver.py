@@ -389,3 +389,13 @@ def test_changed_modules_are_heeded(few, change, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_changed_modules_on_shards(ranks, change, variant):
     assert max(ranks[3].run(changed_job, change, variant)) < TOLERANCE
+
+
+def test_a_changed_model_predicts_and_keeps_its_modes():
+    model = Transolver(3, 1, 16, 2, 2, 4).train()
+    model.blocks[0].eval()  # frozen by its user
+    model.blocks[1].mlp.register_forward_hook(lambda module, given, out: out * 2)
+    x = torch.randn(40, 3)
+    with torch.no_grad():
+        assert torch.equal(model.predict(x), model(x))
+    assert (model.training, model.blocks[0].training, model.blocks[1].training) == (1, 0, 1)

@@ -13,6 +13,7 @@ from meshshard.errors import MeshshardError
 from meshshard.models._names import from_physicsnemo, sizes_of, to_physicsnemo
 from meshshard.nn import CrossSliceAttention, SliceAttention
 from meshshard.nn._built import as_built
+from meshshard.nn._evaluated import evaluated
 from meshshard.nn.slices._layer import Layer, Piece, Run
 from meshshard.nn.slices._passes import apply, by_rows, infer
 from meshshard.nn.slices._stages import Noise
@@ -183,12 +184,8 @@ class Transolver(nn.Module):
 
     def _evaluated(self, x: Tensor, context: Tensor | None) -> Tensor:
         """Forward as in evaluation, for models that were changed."""
-        training = self.training
-        self.eval()
-        try:
+        with evaluated(self, x.device):
             return self(x, context)  # type: ignore[no-any-return]
-        finally:
-            self.train(training)
 
     def _first(self, x: Tensor) -> Tensor:
         """The first hidden rows."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshshard.comm import Domain, Exchange
 from meshshard.errors import MeshshardError
+from meshshard.nn._evaluated import differ, evaluated
 from meshshard.nn.conv._rings import bipartite
 from meshshard.nn.conv.convert import NORMS
 from meshshard.nn.graph._sparse import kept
@@ -205,19 +206,12 @@ class Deepened(nn.Module):
         if not len(deep.last):
             return
         graph, edges = deep.otherwise(seen[1] if len(seen) > 1 else None)
-        training = {module: module.training for module in self.layers.modules()}
         every = seen[:1] if edges is None else [seen[0], edges]
-        try:
-            self.layers.eval()
-            with torch.no_grad():
-                outs = self._out(deep.local, seen, sharded), self._out(graph, every, sharded)
-        finally:
-            for module, was in training.items():
-                module.training = was
+        with evaluated(self.layers, deep.graph.device):
+            outs = self._out(deep.local, seen, sharded), self._out(graph, every, sharded)
         mine, other = (local_of(o[0] if isinstance(o, tuple) else o) for o in outs)
         own = deep.graph.nodes.own
-        far = (mine[:own] - other[:own]).abs()
-        if own and bool((far > mine.abs().max() * torch.finfo(mine.dtype).eps ** 0.5).any()):
+        if differ(mine[:own], other[:own]):
             raise MeshshardError(f"the layers reach farther than depth {self.depth}; give a larger")
 
 
