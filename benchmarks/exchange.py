@@ -40,12 +40,12 @@ def main() -> None:
 
 
 def _partitioned(n: int, folder: Path) -> None:
-    from meshshard.partitions import partition
+    from meshshard.partitioning.partition import partition
 
     partition(poly_surface(n), PARTS).save(folder)
 
 
-def together(rounds: int, calls: Sequence[Call]) -> list[list[float]]:
+def timed_together(rounds: int, calls: Sequence[Call]) -> list[list[float]]:
     """Milliseconds of each call in turn, of the slowest rank; all start together.
 
     Every other round goes backwards, so that none always finds what another has left in caches.
@@ -85,7 +85,7 @@ def _exchange(shards: Path) -> tuple[list[Record], Record]:
     import torch.distributed as dist
 
     from meshshard.comm import init_domain
-    from meshshard.shard import load
+    from meshshard.ranks.shard import load
 
     domain = init_domain()
     shard = load(shards, domain)
@@ -108,8 +108,8 @@ def _exchange(shards: Path) -> tuple[list[Record], Record]:
         (lambda: domain.exchange(x, plan), lambda: torch.cat([x, bare()])),
     ]
     for pair in pairs:  # apart: copies of owned rows would leave the next call cold caches
-        together(5, pair)
-    (alone, least), (joined, both) = (columns(together(61, pair)) for pair in pairs)
+        timed_together(5, pair)
+    (alone, least), (joined, both) = (columns(timed_together(61, pair)) for pair in pairs)
     rows = [
         compared("halo rows, against index_select + all_to_all_single", alone, least, 1.15),
         compared("joined behind owned rows, against the same + cat", joined, both, 1.15),
@@ -144,7 +144,7 @@ def _peak_of_step(shards: Path) -> tuple[float, int, int]:
     import torch
 
     from meshshard.comm import init_domain
-    from meshshard.shard import load
+    from meshshard.ranks.shard import load
     from meshshard.tensor import Sharding, ShardTensor
 
     domain = init_domain()
@@ -159,7 +159,7 @@ def _peak_of_step(shards: Path) -> tuple[float, int, int]:
             own = shard.local(x)[: shard.exchange.n_owned]
             return ShardTensor.from_local(own, shard.sharding)
 
-        _local_step(model, shard["centre"].to(torch.float32), halo)
+        _local_step(model, shard["center"].to(torch.float32), halo)
         return shard.exchange.n_owned, shard.exchange.n_halo
 
     peak, (owned, halo) = above(step)
@@ -205,8 +205,8 @@ def _speeds(rows: int) -> list[float]:
         lambda: _step(plain, half),
         lambda: _step(parallel, x),
     ]
-    together(2, calls)
-    return columns(together(9, calls))
+    timed_together(2, calls)
+    return columns(timed_together(9, calls))
 
 
 def _models(rows: int) -> tuple[Any, Any, Any, Any]:
@@ -355,8 +355,8 @@ def _training(rows: int) -> list[float]:
         lambda: _step(plain, whole, optimizers[0]) if domain.rank == 0 else None,
         lambda: _step(parallel, x, optimizers[1]),
     ]
-    together(5, calls)
-    return columns(together(max(9, min(101, 400_000 // rows)), calls))
+    timed_together(5, calls)
+    return columns(timed_together(max(9, min(101, 400_000 // rows)), calls))
 
 
 SECTIONS: dict[str, Callable[[int], Tables]] = {

@@ -201,7 +201,7 @@ def speedup(given: argparse.Namespace) -> Tables:
 
 
 def _partitioned(n: int, folder: Path) -> None:
-    from meshshard.partitions import partition
+    from meshshard.partitioning.partition import partition
 
     partition(poly_surface(n), 2).save(folder)
 
@@ -209,8 +209,8 @@ def _partitioned(n: int, folder: Path) -> None:
 def _speeds(name: str, shards: Path) -> tuple[list[float], Record]:
 
     from meshshard.comm import Domain, init_domain
-    from meshshard.comm.domain import counted
-    from meshshard.shard import load
+    from meshshard.comm.domain import count_traffic
+    from meshshard.ranks.shard import load
     from meshshard.tensor import ShardGraph
 
     domain = init_domain()
@@ -226,7 +226,7 @@ def _speeds(name: str, shards: Path) -> tuple[list[float], Record]:
     assert isinstance(graph, ShardGraph)
     together(1, calls)
     times = [min(column) for column in zip(*together(5, calls), strict=True)]
-    with counted(domain) as traffic:
+    with count_traffic(domain) as traffic:
         calls[2]()
     forward, backward = traffic.counts["exchange"], traffic.counts["accumulate"]
     sent, halo = sum(graph.exchange.send), graph.exchange.n_halo

@@ -1,4 +1,4 @@
-"""All layers against their peers: slices, graphs, neighbours, attention, each in its own process.
+"""All layers against their peers: slices, graphs, neighbors, attention, each in its own process.
 
 python benchmarks/layers.py                  about half an hour on two quiet cores
 python benchmarks/layers.py slices graphs    some of them; each has options of its own
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PARTS = ("slices", "graphs", "neighbours", "attention", "scaling")
+PARTS = ("slices", "graphs", "neighbors", "attention", "scaling")
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ BOX = (3.0, 1.0, 1.0)  # of the volumes, m
 BASE = 2.2  # polygons that one quad of the unrefined skin becomes on average
 HALVED = 0.02  # share of unrefined quads that are cut into two triangles
 
-# Where flow is interesting: centre and radius of the refined regions, m.
+# Where flow is interesting: center and radius of the refined regions, m.
 REFINED = (
     ((-2.3, 0.0, 0.6), 0.95), ((-1.4, 0.9, 0.35), 0.55), ((-1.4, -0.9, 0.35), 0.55),
     ((1.35, 0.9, 0.35), 0.55), ((1.35, -0.9, 0.35), 0.55), ((2.3, 0.0, 0.7), 0.8),
@@ -58,8 +58,8 @@ def poly_surface(n: int, seed: int = 0) -> Mesh:
     refined = _nearest_to_interest(_car(places[quads].mean(axis=1)), n_refined)
     middle, ends = _middles(quads, refined, len(places))
     halved = _some_plain(refined, middle, more - 3 * n_refined, seed)
-    centre = np.cumsum(refined) - 1 + len(places) + len(ends)
-    rows = _Rows(quads, middle, centre, refined, halved)
+    center = np.cumsum(refined) - 1 + len(places) + len(ends)
+    rows = _Rows(quads, middle, center, refined, halved)
     offsets, connectivity = _polygons(rows)
     new = [places[ends].mean(axis=1), places[quads[refined]].mean(axis=1)]
     return _mesh(_car(np.concatenate([places, *new])), offsets, connectivity, POLYGON)
@@ -119,9 +119,9 @@ def _skin(steps: Triple) -> tuple[Array, Array]:
     quads = []
     for number, (sheet, own) in enumerate(zip(sheets, np.split(ids, bounds), strict=True)):
         grid = own.reshape(sheet.shape)
-        ring = [grid[:-1, :-1], grid[1:, :-1], grid[1:, 1:], grid[:-1, 1:]]
+        hops = [grid[:-1, :-1], grid[1:, :-1], grid[1:, 1:], grid[:-1, 1:]]
         far = number % 2 == 1  # there, the ring in this direction would point outward
-        quads.append(np.stack(ring[::-1] if far else ring, axis=-1).reshape(-1, 4))
+        quads.append(np.stack(hops[::-1] if far else hops, axis=-1).reshape(-1, 4))
     places = np.stack(np.unravel_index(keys, shape), axis=1) * (2 / np.array(steps)) - 1
     return places, np.concatenate(quads)
 
@@ -166,8 +166,8 @@ def _car(places: Array) -> Array:
 def _nearest_to_interest(points: Array, count: int) -> Array:
     """(n,) bool, the `count` points nearest to regions where flow is interesting."""
     distance = np.full(len(points), np.inf)
-    for centre, radius in REFINED:
-        square = sum((points[:, axis] - centre[axis]) ** 2 for axis in range(3))
+    for center, radius in REFINED:
+        square = sum((points[:, axis] - center[axis]) ** 2 for axis in range(3))
         np.minimum(distance, square / radius**2, out=distance)
     chosen = np.zeros(len(points), bool)
     if count > 0:
@@ -206,21 +206,21 @@ class _Rows(NamedTuple):
     Attributes:
         quads: corners.
         middle: points halfway along the edges, -1 where there is none.
-        centre: (m,) point in the middle of each refined quad.
+        center: (m,) point in the middle of each refined quad.
         refined: (m,) becomes four quads.
         halved: (m,) becomes two triangles.
     """
 
     quads: Array
     middle: Array
-    centre: Array
+    center: Array
     refined: Array
     halved: Array
 
 
 def _polygons(rows: _Rows) -> tuple[Array, Array]:
     """Offsets and connectivity of all polygons, those of one quad one after the other."""
-    quads, middle, centre, refined, halved = rows
+    quads, middle, center, refined, halved = rows
     hanging = (middle >= 0).sum(axis=1)
     cells = 1 + 3 * refined + halved
     corners = np.where(refined, 16, np.where(halved, 6, 4 + hanging))
@@ -234,7 +234,7 @@ def _polygons(rows: _Rows) -> tuple[Array, Array]:
     connectivity[at[:, None] + np.arange(6)] = quads[halved][:, [0, 1, 2, 0, 2, 3]]
     at, own, half = start[:-1][refined], quads[refined], middle[refined]
     for i in range(4):
-        child = (own[:, i], half[:, i], centre[refined], half[:, i - 1])
+        child = (own[:, i], half[:, i], center[refined], half[:, i - 1])
         for j, ids in enumerate(child):
             connectivity[at + 4 * i + j] = ids
     return _bounds(size), connectivity
@@ -251,7 +251,7 @@ def _uniform(points: Array, cells: Array, kind: int) -> Mesh:
 def _mesh(points: Array, offsets: Array, connectivity: Array, kind: int) -> Mesh:
     types = np.full(len(offsets) - 1, kind, np.uint8)
     mesh = Mesh(points.astype(np.float32), connectivity, offsets, types, name="generated")
-    return mesh.with_fields(cell=flow(mesh.centres()))
+    return mesh.with_fields(cell=flow(mesh.centers()))
 
 
 def flow(places: Array) -> dict[str, Array]:

@@ -26,14 +26,13 @@ import numpy as np
 from measure import Record, Stages, alternately, compared, in_child, limited, run, spent
 from meshes import GENERATORS
 
-from meshshard import partitions
 from meshshard.errors import MeshWarning
 from meshshard.graph import Graph, cell_graph, knn_graph
+from meshshard.graph.plan import halo_of, plan_of, send_lists
 from meshshard.io import read, write
 from meshshard.mesh import Array
-from meshshard.partitioners import Metis
-from meshshard.partitions import Partition, partition
-from meshshard.plan import halo_of, plan_of, send_lists
+from meshshard.partitioning.methods import Metis
+from meshshard.partitioning.partition import Partition, partition
 
 LARGE, MEDIUM = 8_828_095, 1_000_000  # polygons of DrivAerML's first run; the size to compare at
 PARTS = 8
@@ -112,7 +111,7 @@ def _file_to_shards(file: Path, out: Path) -> tuple[dict[str, Any], float]:
     """CPU of every stage from the file to the folder, and MB written."""
     stages = Stages()
     for function, name in (("glue", "facets"), ("cell_graph", "graph"), ("label", "METIS")):
-        stages.watch(partitions, function, name)
+        stages.watch(sys.modules["meshshard.partitioning.partition"], function, name)
     with stages("read"):
         mesh = read(file)
     with stages("order and plan"):
@@ -321,22 +320,22 @@ def _wall(words: list[str]) -> float:
 
 # ---------------------------------------------------------------------------------------------- kNN
 def knn(size: int) -> Tables:
-    """Neighbours of a cloud with ties in order, against scipy's tree called plainly."""
+    """Neighbors of a cloud with ties in order, against scipy's tree called plainly."""
     n = min(size, MEDIUM)
-    rows = [in_child(_neighbours, kind, n)[0] for kind in ("polygons", "hexahedra")]
-    yield f"16 nearest of {n:,} centres: CPU seconds, against scipy's cKDTree", rows
+    rows = [in_child(_neighbors, kind, n)[0] for kind in ("polygons", "hexahedra")]
+    yield f"16 nearest of {n:,} centers: CPU seconds, against scipy's cKDTree", rows
 
 
-def _neighbours(kind: str, n: int) -> Record:
+def _neighbors(kind: str, n: int) -> Record:
     from scipy.spatial import cKDTree
 
-    points = GENERATORS[kind](n).centres()
+    points = GENERATORS[kind](n).centers()
     ours, peer = alternately(
         2,
         lambda: spent(lambda: knn_graph(points, 16))[0],
         lambda: spent(lambda: cKDTree(points).query(points, 17))[0],
     )
-    return compared(f"centres of {kind}", ours, peer, None)
+    return compared(f"centers of {kind}", ours, peer, None)
 
 
 SECTIONS: dict[str, Callable[[int], Tables]] = {

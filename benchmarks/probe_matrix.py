@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from cases import FAMILIES, REFUSED
 from ranks import Ranks
 
-from meshshard.partitions import partition
+from meshshard.partitioning.partition import partition
 
 TOLERANCE, SINGLE = 1e-10, 1e-6  # relative to the largest number
 # Seconds: what a rank waits for others, the matrix for a rank, and for others once one has raised

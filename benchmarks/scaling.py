@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _partitioned(n: int, k: int, folder: Path) -> None:
-    from meshshard.partitions import partition
+    from meshshard.partitioning.partition import partition
 
     partition(poly_surface(n), k).save(folder)
 
@@ -72,8 +72,8 @@ def _measured(name: str, shards: Path) -> Found:
     import torch.distributed as dist
 
     from meshshard.comm import init_domain
-    from meshshard.comm.domain import counted
-    from meshshard.shard import load
+    from meshshard.comm.domain import count_traffic
+    from meshshard.ranks.shard import load
 
     domain = init_domain()
     shard = load(shards, domain)
@@ -86,7 +86,7 @@ def _measured(name: str, shards: Path) -> Found:
         start = time.perf_counter()
         step()
         times.append(max(domain.share(time.perf_counter() - start)))
-    with counted(domain) as traffic:
+    with count_traffic(domain) as traffic:
         step()
     counts = traffic.counts
     halo = sum(counts[kind].bytes for kind in ("exchange", "accumulate") if kind in counts)
@@ -102,7 +102,7 @@ def _step(name: str, shard: Any) -> Call:
     import meshshard as ms
 
     torch.manual_seed(0)
-    x, domain = shard["centre"].float(), shard.sharding.domain
+    x, domain = shard["center"].float(), shard.sharding.domain
     if name == "Transolver":
         model: Any = ms.models.Transolver(3, 1, 64, 4, 4, 32)
         inputs: tuple[Any, ...] = (x,)
@@ -169,7 +169,7 @@ def projection(given: argparse.Namespace) -> Tables:
 
 def _divided(n: int) -> dict[int, tuple[int, int]]:
     """Own rows of the largest shard, and most halo rows that one sends and receives."""
-    from meshshard.partitions import partition
+    from meshshard.partitioning.partition import partition
 
     mesh, out = poly_surface(n), {}
     for k in RANKS:
@@ -203,7 +203,7 @@ def _three(shards: Path) -> tuple[list[float], float]:
     torch.manual_seed(0)
     domain = ms.comm.init_domain()
     shard = ms.load(shards, domain)
-    x = shard["centre"].double()
+    x = shard["center"].double()
     truth = (3 * x).sin().sum(1, keepdim=True)
     model = ms.models.Transolver(3, 1, 32, 2, 4, 16).double()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

@@ -175,12 +175,12 @@ def traffic() -> Tables:
     """Collective calls of one training step of a model with a communicating operation a layer."""
     most = 2 * LAYERS + 2 + 1
     rows = []
-    for kind in ("halo exchange", "centred rows"):
+    for kind in ("halo exchange", "centered rows"):
         calls, buckets, by_kind = on_ranks(RANKS, _step, kind)[0]
         row = limited(f"meshshard, {kind}", calls + buckets, most)
         rows.append(row | {"domain": calls, "gradient buckets": buckets, "kinds": by_kind})
     if NEMO:
-        rows.append({"what": "PhysicsNeMo, centred rows", "ours": on_ranks(RANKS, _step_nemo)[0]})
+        rows.append({"what": "PhysicsNeMo, centered rows", "ours": on_ranks(RANKS, _step_nemo)[0]})
     yield f"collectives of one training step, {LAYERS} layers, DDP", rows
 
 
@@ -195,7 +195,7 @@ def _step(kind: str) -> tuple[int, int, str]:
 
     domain = init_domain()
     sharding = Sharding(domain, (ROWS, ROWS + 7))
-    couple = _exchanged(domain, sharding) if kind == "halo exchange" else _centred
+    couple = _exchanged(domain, sharding) if kind == "halo exchange" else _centered
     model = DistributedDataParallel(_model(couple))
     buckets: list[int] = []
 
@@ -232,7 +232,7 @@ def _exchanged(domain: Any, sharding: Any) -> Callable[[Any], Any]:
     return couple
 
 
-def _centred(x: Any) -> Any:
+def _centered(x: Any) -> Any:
     return x - x.mean(0)
 
 
@@ -252,7 +252,7 @@ def _step_nemo() -> int:
     import torch.nn.functional as F  # noqa: N812
     from torch.distributed.tensor.debug import CommDebugMode
 
-    model = _model(_centred)
+    model = _model(_centered)
     x, *_ = _nemo(torch.randn(ROWS, WIDTH))
     with CommDebugMode() as seen:
         F.mse_loss(model(x), x).backward()

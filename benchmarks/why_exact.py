@@ -25,7 +25,7 @@ from measure import Record, show, store
 from torch import Tensor
 
 import meshshard as ms
-from meshshard.demo import SPEED, force_coefficients
+from meshshard.cli.demo import SPEED, force_coefficients
 from meshshard.mesh import Mesh
 
 HERE = Path(__file__).parent
@@ -151,7 +151,7 @@ def in_shards(model: torch.nn.Module, x: Tensor, labels: Labels) -> Tensor:
 
 def _shard_job(place: str) -> np.ndarray:
     from meshshard.comm import init_domain
-    from meshshard.plan import runs
+    from meshshard.graph.plan import runs
     from meshshard.tensor import Sharding, ShardTensor
 
     domain = init_domain()
@@ -223,11 +223,11 @@ def surfaces(data: Path) -> Case:
 
 
 def surface(file: Path) -> Sample:
-    """Cells of one body: centre, normal and area; pressure coefficient, 100 x friction."""
+    """Cells of one body: center, normal and area; pressure coefficient, 100 x friction."""
     mesh = ms.read(file)
     shear = mesh.cell_fields["wallShearStressMeanTrim"]
     y = np.column_stack([mesh.cell_fields["pMeanTrim"], 100 * shear]) / DYNAMIC
-    x = np.column_stack([mesh.centres(), mesh.normals()])
+    x = np.column_stack([mesh.centers(), mesh.normals()])
     return Sample(file.stem, _floats(x), _floats(y), ms.cell_graph(mesh), mesh)
 
 
@@ -242,14 +242,14 @@ def volumes(data: Path) -> Case:
 
 
 def volume(file: Path) -> Sample:
-    """Cells of one volume: centre, way to the nearest cell of the body; pressure, velocity."""
+    """Cells of one volume: center, way to the nearest cell of the body; pressure, velocity."""
     from scipy.spatial import cKDTree
 
     mesh, name = ms.read(file), file.stem.split("_")[1]
     body = ms.read(file.with_name(f"boundary_{name}.vtp"))
-    centres, skin = mesh.centres() + mesh.offset, body.centres() + body.offset
-    away, nearest = cKDTree(skin).query(centres)
-    x = np.column_stack([centres, centres - skin[nearest], np.log(away + 1e-3)])
+    centers, skin = mesh.centers() + mesh.offset, body.centers() + body.offset
+    away, nearest = cKDTree(skin).query(centers)
+    x = np.column_stack([centers, centers - skin[nearest], np.log(away + 1e-3)])
     fields = mesh.cell_fields
     y = np.column_stack([fields["pMeanTrim"] / DYNAMIC, fields["UMeanTrim"] / SPEED])
     return Sample(file.stem, _floats(x), _floats(y), ms.cell_graph(mesh))
@@ -269,16 +269,16 @@ def stream(seed: int, n: int) -> Sample:
     is, the cloud as a whole knows.
     """
     rng = np.random.default_rng(seed)
-    centre, radius = rng.uniform(-0.4, 0.4, 3), rng.uniform(0.15, 0.45)
+    center, radius = rng.uniform(-0.4, 0.4, 3), rng.uniform(0.15, 0.45)
     at = rng.uniform(-1, 1, (2 * n, 3))
-    far = np.linalg.norm(at - centre, axis=1, keepdims=True)
+    far = np.linalg.norm(at - center, axis=1, keepdims=True)
     at, far = at[far[:, 0] > radius][:n], far[far > radius][:n, None]
-    way, along = at - centre, np.array([1.0, 0, 0])
+    way, along = at - center, np.array([1.0, 0, 0])
     speed = radius**3 / 2 * (along / far**3 - 3 * way[:, :1] * way / far**5)
     pressure = 1 - ((along + speed) ** 2).sum(axis=1, keepdims=True)
     x = np.column_stack([at, way * (1 - radius / far), np.log(far - radius + 1e-3)])
     y = 4 * np.column_stack([pressure, speed])
-    return Sample(f"sphere {seed}", _floats(x), _floats(y), ms.knn_graph(at, 6).symmetrised())
+    return Sample(f"sphere {seed}", _floats(x), _floats(y), ms.knn_graph(at, 6).symmetrized())
 
 
 def _floats(a: np.ndarray) -> Tensor:

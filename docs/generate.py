@@ -149,7 +149,7 @@ def skip_tuple_fields(app, what, name, obj, skip, options) -> bool | None:
 def rules_page() -> str:
     """Every torch function that has a rule, by family."""
     tensor = importlib.import_module("meshshard.tensor")
-    names = importlib.import_module("meshshard.tensor.core").name_of
+    names = importlib.import_module("meshshard.tensor.shard_tensor").name_of
     head = (
         "# Functions with a rule\n\nMade from the tables in `meshshard/tensor`. A function that is "
         "not here is refused by name when it meets a sharded tensor.\n"

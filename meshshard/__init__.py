@@ -13,9 +13,9 @@ from meshshard.mesh import Mesh
 if TYPE_CHECKING:
     from meshshard.graph import Graph, cell_graph, knn_graph, point_graph, radius_graph
     from meshshard.io import from_arrays, from_pyvista, read, to_pyvista, write
-    from meshshard.partitioners import RCB, Given, Metis, Morton, Random
-    from meshshard.partitions import Partition, partition
-    from meshshard.shard import Shard, load
+    from meshshard.partitioning.methods import RCB, Given, Metis, Morton, Random
+    from meshshard.partitioning.partition import Partition, partition
+    from meshshard.ranks.shard import Shard, load
     from meshshard.store import Folder
 
 __all__ = [
@@ -48,9 +48,8 @@ __all__ = [
 _HOMES = {
     "graph": ("Graph", "cell_graph", "knn_graph", "point_graph", "radius_graph"),
     "io": ("from_arrays", "from_pyvista", "read", "to_pyvista", "write"),
-    "partitioners": ("RCB", "Given", "Metis", "Morton", "Random"),
-    "partitions": ("Partition", "partition"),
-    "shard": ("Shard", "load"),
+    "partitioning": ("RCB", "Given", "Metis", "Morton", "Partition", "Random", "partition"),
+    "ranks.shard": ("Shard", "load"),
     "store": ("Folder",),
 }
 _MODULES = ("comm", "models", "nn", "store", "tensor", "viz")

@@ -17,9 +17,9 @@ kind, steps = sys.argv[1], int(sys.argv[2])
 
 def body(run):
     shard = ms.load(f"shards/boundary_{run}.shards", domain)  # each rank its own rows
-    inputs = [torch.cat([shard["centre"], shard["normal"]], dim=1).double()]
+    inputs = [torch.cat([shard["center"], shard["normal"]], dim=1).double()]
     if kind == "MeshGraphNet":  # cells that share an edge, and the way from one to the other
-        inputs += [shard.graph, ms.nn.edge_vectors(shard["centre"].double(), shard.graph)]
+        inputs += [shard.graph, ms.nn.edge_vectors(shard["center"].double(), shard.graph)]
     return shard, inputs, shard["CpMeanTrim"].double()[:, None]  # global shapes: all cells
 
 

@@ -57,7 +57,7 @@ REDUCTIONS = {
     "mean": lambda x, y, w, c, n: x.square().mean(),
     "mean rows": lambda x, y, w, c, n: x.square().mean(0),
     "mean of both": lambda x, y, w, c, n: x.square().mean((0, 1)),
-    "centred": lambda x, y, w, c, n: x - x.mean(0),
+    "centered": lambda x, y, w, c, n: x - x.mean(0),
     "var": lambda x, y, w, c, n: x.var(0),
     "std biased": lambda x, y, w, c, n: x.std(0, unbiased=False),
     "var all": lambda x, y, w, c, n: torch.var(x),

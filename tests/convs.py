@@ -11,7 +11,7 @@ from torch import nn
 
 from meshshard.comm import Domain
 from meshshard.graph import Graph
-from meshshard.partitioners import Metis
+from meshshard.partitioning.methods import Metis
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 
 CHANNELS, EDGE = 8, 4

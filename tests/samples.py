@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from meshshard.cells import CELL_TYPES, POLYHEDRON
 from meshshard.errors import MeshWarning
 from meshshard.mesh import Array, Faces, Mesh
-from meshshard.partitions import Partition, partition
+from meshshard.mesh.cells import CELL_TYPES, POLYHEDRON
+from meshshard.partitioning.partition import Partition, partition
 
 ROOT = Path(__file__).resolve().parent.parent
 AHMED = ROOT / "meshshard" / "data" / "boundary_1.vtp"

@@ -8,7 +8,7 @@ from convs import C, divided, farthest, grid, own, sample
 from test_graph_conv import compared
 
 from meshshard.comm import init_domain
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.nn import convert
 from meshshard.nn.graph import _sparse
 from meshshard.tensor import ShardGraph, ShardTensor
@@ -87,9 +87,9 @@ def traffic_job():
         for make in MADE.values():
             conv = convert(make().double())
             conv(leaf, graph)
-            with counted(domain) as forward:
+            with count_traffic(domain) as forward:
                 out = conv(leaf, graph)
-            with counted(domain) as backward:
+            with count_traffic(domain) as backward:
                 out.to_local().sum().backward()
             counts = forward.counts, backward.counts
             found.append([{kind: c.calls for kind, c in part.items()} for part in counts])

@@ -6,7 +6,7 @@ from convs import C, farthest, own, sample, serial
 from torch_geometric.utils import scatter
 
 from meshshard.comm import Domain, init_domain
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.nn import aggregate
 from meshshard.tensor import Sharding, ShardTensor
@@ -22,10 +22,10 @@ def job(shape):
         for reduce in ("sum", "mean", "max"):
             a, b = x.clone().requires_grad_(), own(x, graph.nodes)
             want = scatter(a[edges[0]], edges[1], 0, 60, reduce)
-            with counted(domain) as forward:
+            with count_traffic(domain) as forward:
                 got = aggregate(b, graph, reduce)
             (want**3).sum().backward()
-            with counted(domain) as backward:
+            with count_traffic(domain) as backward:
                 (got.to_local() ** 3).sum().backward()
             assert got.sharding == graph.nodes
             grad = b.grad.gather() * domain.size  # the loss was not made one of all ranks

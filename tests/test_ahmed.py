@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from meshshard import io, store
-from meshshard.demo import force_coefficients
-from meshshard.partitions import partition
+from meshshard.cli.demo import force_coefficients
+from meshshard.partitioning.partition import partition
 
 AHMED = Path(__file__).parent.parent / "datasets" / "ahmed"
 RUNS = (1, 2, 4, 5, 6, 8, 10, 11)

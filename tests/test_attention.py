@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshshard.comm import init_domain, ring
-from meshshard.comm.domain import counted
-from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard, tiles
+from meshshard.comm.domain import count_traffic
+from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard
+from meshshard.tensor.attention import tiles
 
 TOLERANCE = 1e-10
 B, H, N, M, D, V = 2, 4, 14, 9, 6, 5
@@ -368,10 +369,10 @@ def counts_job(place):
     n = sum(sizes)
     every = [draw(1, 2, n, 4, seed=i) for i in range(3)]
     mine = [leaf(domain, x, sizes, s) for x, s in zip(every, PLACES[place], strict=True)]
-    with counted(domain) as traffic:
+    with count_traffic(domain) as traffic:
         out = F.scaled_dot_product_attention(*mine)
         forward = {k: c.calls for k, c in traffic.counts.items()}
-    with counted(domain) as traffic:
+    with count_traffic(domain) as traffic:
         with_grad = (
             out.sum() if type(out) is ShardTensor else domain.all_reduce(out.sum() / domain.size)
         )

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from meshshard._checks import check
 from meshshard.errors import MeshError, MeshWarning, n_of
 from meshshard.io import from_arrays
 from meshshard.mesh import Faces, Mesh
-from meshshard.partitions import partition
+from meshshard.mesh.checks import check
+from meshshard.partitioning.partition import partition
 
 SQUARE = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0.0]])
 

@@ -22,14 +22,14 @@ def _one_thread():
 
 
 class Weighed(MessagePassing):
-    """Weighs a neighbour by its degree, which one ring does not know."""
+    """Weighs a neighbor by its degree, which one hop does not know."""
 
     def forward(self, x, edge_index):
         out = degree(edge_index[0], len(x), x.dtype).clamp(min=1)
         return self.propagate(edge_index, x=x / out[:, None])
 
 
-class Centred(MessagePassing):
+class Centered(MessagePassing):
     """Looks at the first of all nodes, which no ring knows."""
 
     def forward(self, x, edge_index):
@@ -38,17 +38,17 @@ class Centred(MessagePassing):
 
 def test_convolutions_are_told_how_many_rings_they_need():
     found = check_conv(pyg.GATv2Conv(C, C))
-    assert (found.exact, found.rings) == (True, 1)
-    assert str(check_conv(Weighed(), C)) == "Weighed: exact with 2 rings"
-    assert check_conv(pyg.TAGConv(C, C, 2)).rings == 2
-    assert check_conv(pyg.GINEConv(mlp(C, C), edge_dim=4), C, 4).rings == 1
-    assert check_conv(pyg.GCNConv(C, C), weights=True).rings == 2
+    assert (found.exact, found.hops) == (True, 1)
+    assert str(check_conv(Weighed(), C)) == "Weighed: exact with 2 hops"
+    assert check_conv(pyg.TAGConv(C, C, 2)).hops == 2
+    assert check_conv(pyg.GINEConv(mlp(C, C), edge_dim=4), C, 4).hops == 1
+    assert check_conv(pyg.GCNConv(C, C), weights=True).hops == 2
 
 
 def test_a_convolution_that_is_not_exact_is_found():
-    found = check_conv(Centred(), C)
+    found = check_conv(Centered(), C)
     assert not found.exact
-    assert "Centred: NOT exact" in str(found)
+    assert "Centered: NOT exact" in str(found)
     assert "depends on the number or the order of rows" in found.error
     assert check_conv(Weighed(), C).differences[1] > 1e-3
     assert "LSTM" in check_conv(pyg.SAGEConv(C, C, aggr="lstm")).error
@@ -77,9 +77,9 @@ def test_a_thread_that_fails_ends_all():
     with pytest.raises(DomainError, match="simulated rank 1: no"):
         simulate(3, failing)
     assert simulate(1, lambda domain: domain.size) == [1]
-    draws = simulate(3, lambda domain: domain.draw())
+    draws = simulate(3, lambda domain: domain.shared_seed())
     assert len(set(draws)) == 1
-    assert isinstance(Domain().draw(), int)
+    assert isinstance(Domain().shared_seed(), int)
 
 
 @pytest.mark.parametrize("kind", ["GCN", "GATv2", "MeshGraphNet"])

@@ -179,7 +179,7 @@ def test_methods(body: str, capsys: pytest.CaptureFixture[str], method: str) -> 
 def test_options_of_the_cut(body: str, capsys: pytest.CaptureFixture[str]) -> None:
     cut = ("partition", body, "--parts", 3, "--force", "-q")
     say(capsys, *cut, "--halo", 2)
-    assert set(store.load("body.shards").plan(0).ring) == {1, 2}
+    assert set(store.load("body.shards").plan(0).hops) == {1, 2}
     say(capsys, *cut, "--knn", 6)
     folder = store.load("body.shards").check()
     assert set(np.diff(folder.plan(0).indptr)[: folder.sizes[0]]) == {6}

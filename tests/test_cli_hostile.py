@@ -16,8 +16,8 @@ import pytest
 from samples import AHMED, assert_same, environment, meshshard, start, surface
 
 from meshshard import io, store
-from meshshard.batch import Job, memory_note, partition_file, targets_of
 from meshshard.cli import main
+from meshshard.cli.partition import Job, memory_note, partition_file, targets_of
 from meshshard.errors import StoreError
 from meshshard.mesh import Mesh
 
@@ -51,7 +51,11 @@ def processes_below(pid: int) -> list[psutil.Process]:
 
 def wait_for_metis(pid: int) -> list[psutil.Process]:
     for _ in range(3000):
-        found = [c for c in processes_below(pid) if "meshshard._metis" in " ".join(c.cmdline())]
+        found = [
+            c
+            for c in processes_below(pid)
+            if "meshshard.partitioning.metis_child" in " ".join(c.cmdline())
+        ]
         if found:
             time.sleep(0.4)  # into METIS itself
             return processes_below(pid)
@@ -143,7 +147,7 @@ ABSURD: list[tuple[list[str], str, int]] = [
     (["--targets", "1,1", "--parts", "3"], "2 shares for --parts 3", 2),
     (["--parts", "2", "--weld", "nan"], "neither a distance nor no", 2),
     (["--parts", "2", "--weld", "-1"], "neither a distance nor no", 2),
-    (["--parts", "2", "--halo", "300"], "1 to 255 rings", 1),
+    (["--parts", "2", "--halo", "300"], "1 to 255 hops", 1),
     (["--parts", "2", "--knn", "-3"], "knn -3", 1),
     (["--parts", "2", "--seed", "-1"], "seed -1", 1),
     (["--parts", "2", "--seed", "-1", "--method", "random"], "seed -1", 1),

@@ -7,7 +7,7 @@ import torch
 from ranks import Ranks
 
 from meshshard.comm import Domain, DomainError, Exchange, init_domain, simulate
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 
 SIZES = {1: (7,), 2: (3, 8), 3: (4, 0, 5), 4: (2, 7, 0, 1)}
@@ -204,7 +204,7 @@ def test_gradients_without_ddp_are_averaged(ranks):
 def traffic_job():
     domain = init_domain()
     plan = ring_plan(domain)
-    with counted(domain) as traffic:
+    with count_traffic(domain) as traffic:
         x = torch.randn(4, 5, requires_grad=True)
         domain.exchange(x, plan).sum().backward()
         domain.all_reduce(torch.zeros(6))
@@ -320,7 +320,7 @@ def reasons(failing):
                 raise MeshshardError("x: is not there")
 
         with pytest.raises(DomainError) as raised:
-            domain.together(action, "load")
+            domain.run_collectively(action, "load")
         return str(raised.value)
 
     return set(simulate(3, job))
@@ -337,7 +337,7 @@ def test_one_rank_alone_is_not_numbered():
         raise MeshshardError("x: is not there")
 
     with pytest.raises(DomainError, match=r"^load: x: is not there$"):
-        init_domain().together(action, "load")
+        init_domain().run_collectively(action, "load")
 
 
 def test_transforms_of_functions_are_refused_by_name():

@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from meshshard.comm import DomainError, Exchange, init_domain
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.models import Transolver, TransolverOptions
 from meshshard.nn.slices import _layer
 from meshshard.tensor import ShardTensor, shard
@@ -69,7 +69,7 @@ def local_job(backend, dynamic, meshes):
         for run in (model, compiled):
             model.zero_grad()
             x = start.clone().requires_grad_()
-            with counted(domain) as counts:
+            with count_traffic(domain) as counts:
                 out = run(x, plan, edges)
                 domain.all_reduce(out.square().sum()).backward()
             traffic.append({k: v for k, v in counts.counts.items() if k != "all_reduce"})

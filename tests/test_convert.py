@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshshard.comm import Domain, init_domain
 from meshshard.nn import convert
-from meshshard.partitions import partition
-from meshshard.shard import load
+from meshshard.partitioning.partition import partition
+from meshshard.ranks.shard import load
 from meshshard.tensor import NoShardRule, ShardTensor
 
 
@@ -323,7 +323,7 @@ def folder_job(folder):
     shard = load(folder, init_domain())
     torch.manual_seed(0)
     layers = nn.ModuleList([pyg.SAGEConv(3, 16), pyg.GATv2Conv(16, 16), pyg.GCNConv(16, 4)])
-    x = shard["centre"].float()
+    x = shard["center"].float()
     for layer in convert(layers):
         x = torch.tanh(layer(x, shard.graph))
     rows = ShardTensor.from_local(shard.sharding.origin, shard.sharding).gather()

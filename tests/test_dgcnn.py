@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshshard.comm import init_domain
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.models import DGCNN, DynamicEdgeConv
 from meshshard.nn import knn_graph
 from meshshard.tensor import Sharding, shard
-from meshshard.tensor.core import MeshshardError
+from meshshard.tensor.shard_tensor import MeshshardError
 
 SIZES = {1: [60], 2: [19, 41], 3: [0, 38, 22], 4: [1, 30, 0, 29]}
 
@@ -107,12 +107,12 @@ def positions_job():
     sharding = Sharding(domain, SIZES[domain.size])
     got = model(shard(whole, domain, sharding), shard(pos, domain, sharding))
     torch.testing.assert_close(got.gather(), model(whole, pos), rtol=1e-12, atol=1e-13)
-    with counted(domain) as traffic:
+    with count_traffic(domain) as traffic:
         got.sum().backward()  # one all-reduce there, one back
     return {kind: count.calls for kind, count in traffic.counts.items()}
 
 
-def test_neighbours_in_space_and_what_is_sent_back(ranks):
+def test_neighbors_in_space_and_what_is_sent_back(ranks):
     assert ranks[2].run(positions_job)[0] == {"accumulate": 2, "all_reduce": 2}
 
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from strategies import grid_surface, grid_volume, surface, surfaces, volumes
 
-from meshshard._metis import mesh_to_dual
-from meshshard.cells import CELL_TYPES
 from meshshard.errors import MeshError
-from meshshard.facets import edges, facets, match
 from meshshard.graph import cell_graph, point_graph
 from meshshard.mesh import Mesh
+from meshshard.mesh.cells import CELL_TYPES
+from meshshard.mesh.facets import edges, facets, match
+from meshshard.partitioning.metis_child import mesh_to_dual
 
 
 def facets_by_hand(mesh):
@@ -38,7 +38,7 @@ def facets_by_hand(mesh):
     return [[frozenset(f) for f in cell] for cell in out]
 
 
-def neighbours_by_hand(mesh):
+def neighbors_by_hand(mesh):
     cells = [set(c) for c in facets_by_hand(mesh)]
     pairs = [(i, j) for i, j in combinations(range(len(cells)), 2) if cells[i] & cells[j]]
     return {*pairs, *((j, i) for i, j in pairs)}
@@ -52,14 +52,14 @@ def pairs_of(graph):
 def test_polygons_share_an_edge(mesh):
     found = pairs_of(cell_graph(mesh))
     assert len(found) == len(set(found))
-    assert set(found) == neighbours_by_hand(mesh)
+    assert set(found) == neighbors_by_hand(mesh)
 
 
 @given(volumes())
 def test_solids_share_a_face(mesh):
     found = pairs_of(cell_graph(mesh))
     assert len(found) == len(set(found))
-    assert set(found) == neighbours_by_hand(mesh)
+    assert set(found) == neighbors_by_hand(mesh)
 
 
 @given(surfaces())
@@ -75,11 +75,11 @@ def test_all_pairs_of_a_shared_edge_are_matched(mesh):
 
 
 @pytest.mark.parametrize("kind", [10, 12, 42])
-def test_a_cube_of_cells_has_the_neighbours_of_a_lattice(kind):
+def test_a_cube_of_cells_has_the_neighbors_of_a_lattice(kind):
     mesh = grid_volume(4, kind)
     graph = cell_graph(mesh)
     if kind == 10:
-        assert set(pairs_of(graph)) == neighbours_by_hand(mesh)
+        assert set(pairs_of(graph)) == neighbors_by_hand(mesh)
     else:
         i = np.arange(64).reshape(4, 4, 4)
         pairs = [(i[1:], i[:-1]), (i[:, 1:], i[:, :-1]), (i[:, :, 1:], i[:, :, :-1])]

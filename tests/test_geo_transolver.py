@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from meshshard.comm import Domain, init_domain
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.models import GeoOptions, GeoTransolver
 from meshshard.models.geo_transolver import SliceTokens
@@ -27,7 +27,7 @@ def numbers(*shape):
 
 def small():
     torch.manual_seed(1)
-    options = GeoOptions(slices=5, radii=(0.2, 0.5), neighbours=(4, 7), local=8, context_dim=2,
+    options = GeoOptions(slices=5, radii=(0.2, 0.5), neighbors=(4, 7), local=8, context_dim=2,
                          tile=16)  # fmt: skip
     model = GeoTransolver(4, 2, 6, 16, 2, 4, options).double()
     with torch.no_grad():
@@ -66,7 +66,7 @@ def shards_job(sizes, few):
     mine = [sharded(x, domain, sizes[i], order[i]) for x, i in zip(given, (0, 0, 1), strict=True)]
     got = found(model, mine, domain, (order[0], order[0], order[0], order[1]))
     graphs = model.balls_of(*mine[1:])
-    with counted(domain) as forward:
+    with count_traffic(domain) as forward:
         again = model(*mine, numbers(3, 2), graphs).detach().gather()
     back = torch.empty_like(again).index_copy(0, order[0], again)
     sums = forward.counts["all_reduce"].calls

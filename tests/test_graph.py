@@ -1,4 +1,4 @@
-"""Graphs of points: exact neighbours under ties, whatever the numbering."""
+"""Graphs of points: exact neighbors under ties, whatever the numbering."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def row(graph, i):
 
 
 @given(lattice_points(), st.integers(1, 50))
-def test_nearest_neighbours_by_distance_then_id(points, k):
+def test_nearest_neighbors_by_distance_then_id(points, k):
     graph = knn_graph(points, k)
     for i in range(len(points)):
         assert row(graph, i) == by_distance(points, i)[0][:k].tolist()
@@ -55,7 +55,7 @@ def test_many_points_at_one_place_take_the_lowest_ids():
     assert row(graph, 30_001) == [30_000, 30_002, 30_003, 30_004]
 
 
-def test_neighbours_in_feature_space():
+def test_neighbors_in_feature_space():
     features = np.random.default_rng(3).random((60, 7))
     graph = knn_graph(features, 5)
     d = ((features[:, None] - features[None]) ** 2).sum(-1)
@@ -64,7 +64,7 @@ def test_neighbours_in_feature_space():
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_no_neighbours_of_nobody(n):
+def test_no_neighbors_of_nobody(n):
     assert knn_graph(np.zeros((n, 3)), 4).n_edges == 0
     assert radius_graph(np.zeros((n, 3)), 1.0).n_edges == 0
 
@@ -77,8 +77,8 @@ def test_points_that_are_not_finite_are_named():
 
 
 @given(graphs())
-def test_symmetrised_has_both_directions_once(graph):
-    whole = graph.symmetrised()
+def test_symmetrized_has_both_directions_once(graph):
+    whole = graph.symmetrized()
     got = list(zip(whole.destinations().tolist(), whole.indices.tolist(), strict=True))
     one = set(zip(graph.destinations().tolist(), graph.indices.tolist(), strict=True))
     assert got == sorted(one | {(b, a) for a, b in one})
@@ -97,7 +97,7 @@ def test_a_symmetry_that_is_not_there_is_refused():
     graph = Graph(np.array([0, 1, 2, 3]), np.array([1, 0, 1]), symmetric=True)
     with pytest.raises(MeshError, match="nodes 1 and 2 are linked one way only"):
         graph.check()
-    assert knn_graph(np.eye(3), 2).check().symmetrised().check().symmetric
+    assert knn_graph(np.eye(3), 2).check().symmetrized().check().symmetric
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from torch import nn
 from torch_geometric.nn import MessagePassing
 
 from meshshard.comm import Domain, init_domain
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.nn import convert
 from meshshard.tensor import NoShardRule, ShardGraph, Sharding, ShardTensor
@@ -139,13 +139,13 @@ class Updating(MessagePassing):
         return self.narrow(self.edges(torch.cat([x_j, x_i, e], -1)))
 
 
-def updating_job(rings):
+def updating_job(hops):
     """Two such layers, whose norms see all edges and all nodes once."""
     domain = init_domain()
     edges, graph, x, e = sample(domain, directed=True)
     torch.manual_seed(4)
     layers = nn.ModuleList([Updating(), Updating()]).double()
-    ours = convert(copy.deepcopy(layers), rings)
+    ours = convert(copy.deepcopy(layers), hops)
     a, b = x.clone().requires_grad_(), e.clone().requires_grad_()
     out = a, b
     for layer in layers:
@@ -172,10 +172,10 @@ def updating_job(rings):
     return {k: v for k, v in found.items() if v > 1e-10}
 
 
-@pytest.mark.parametrize("rings", [1, 2])
+@pytest.mark.parametrize("hops", [1, 2])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_users_layer_that_updates_nodes_and_edges(ranks, size, rings):
-    assert ranks[size].run(updating_job, rings) == [{}] * size
+def test_a_users_layer_that_updates_nodes_and_edges(ranks, size, hops):
+    assert ranks[size].run(updating_job, hops) == [{}] * size
 
 
 def points_job():
@@ -310,8 +310,8 @@ def traffic_job():
     _, graph, x, e = sample(domain, directed=True)
     x, e = own(x, graph.nodes), graph.take(e).requires_grad_()
     makes = {
-        "one ring": lambda: pyg.GATv2Conv(C, C, edge_dim=EDGE),
-        "two rings": lambda: pyg.PDNConv(C, C, EDGE, 4),
+        "one hop": lambda: pyg.GATv2Conv(C, C, edge_dim=EDGE),
+        "two hops": lambda: pyg.PDNConv(C, C, EDGE, 4),
         "three hops": lambda: pyg.TAGConv(C, C, 3),
     }
     found = {}
@@ -319,9 +319,9 @@ def traffic_job():
         conv = convert(make().double())
         more = () if name == "three hops" else (e,)
         conv(x, graph, *more)
-        with counted(domain) as forward:
+        with count_traffic(domain) as forward:
             out = conv(x, graph, *more)
-        with counted(domain) as backward:
+        with count_traffic(domain) as backward:
             out.to_local().sum().backward()
         found[name] = (forward.counts, backward.counts, sum(graph.exchange.send))
     return found
@@ -329,11 +329,11 @@ def traffic_job():
 
 def test_traffic(ranks):
     for found in ranks[3].run(traffic_job):
-        forward, backward, sent = found["one ring"]
+        forward, backward, sent = found["one hop"]
         assert {kind: c.calls for kind, c in forward.items()} == {"exchange": 1}
         assert {kind: c.calls for kind, c in backward.items()} == {"accumulate": 1}
         assert forward["exchange"].bytes == sent * C * 8
-        forward, backward, _ = found["two rings"]
+        forward, backward, _ = found["two hops"]
         assert forward["exchange"].calls == backward["accumulate"].calls == 2
         forward, backward, _ = found["three hops"]
         assert forward["exchange"].calls == backward["accumulate"].calls == 3

@@ -11,7 +11,7 @@ import pytest
 import meshshard
 
 HEAVY = ("torch", "torch_geometric", "pyvista", "vtk", "vtkmodules", "scipy", "pymetis", "tqdm")
-TORCH_PART = ("comm", "forecast", "models", "nn", "selftest", "shard", "tensor", "train")
+TORCH_PART = ("comm", "forecast", "models", "nn", "ranks", "tensor", "train")
 TORCH_NAMES = tuple(f"meshshard.{name}" for name in TORCH_PART)
 MODULES = ["meshshard"] + [
     module.name

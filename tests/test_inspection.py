@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from strategies import grid_surface, grid_volume, lattice_points, surface
 
 from meshshard.errors import MeshWarning
-from meshshard.facets import facets, match
 from meshshard.graph import cell_graph
-from meshshard.inspection import coincident, glue, inspect, open_points, weld
 from meshshard.mesh import Mesh
+from meshshard.mesh.facets import facets, match
+from meshshard.mesh.inspection import coincident, glue, inspect, open_points, weld
 
 
 def soup(mesh):

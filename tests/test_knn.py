@@ -1,4 +1,4 @@
-"""Neighbours of sharded points: those of one search over all points, ties and all."""
+"""Neighbors of sharded points: those of one search over all points, ties and all."""
 
 from itertools import pairwise
 
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 import meshshard.nn as ms_nn
 from meshshard.comm import Domain, DomainError, init_domain
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.graph import knn_graph, radius_graph
 from meshshard.nn.points import _search
 from meshshard.nn.points._scan import dimension
 from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard
-from meshshard.tensor.core import MeshshardError
+from meshshard.tensor.shard_tensor import MeshshardError
 
 SIZES = (1, 2, 3, 4)
 laws = settings(max_examples=8, suppress_health_check=list(HealthCheck))
@@ -103,7 +103,7 @@ def law_job(seed, lattice, scan):
 @pytest.mark.parametrize("size", SIZES)
 @laws
 @given(seed=st.integers(0, 2**32 - 1), lattice=st.booleans())
-def test_neighbours_are_those_of_one_search_over_all_points(ranks, size, scan, seed, lattice):
+def test_neighbors_are_those_of_one_search_over_all_points(ranks, size, scan, seed, lattice):
     on(ranks, size, law_job, seed, lattice, scan)
 
 
@@ -119,7 +119,7 @@ def many_job(kind):
     points = points[np.argsort(points[:, 1])]
     whole = knn_graph(points, 9)
     x = shard(torch.from_numpy(points), domain, divided(rng, 6000, domain.size))
-    with counted(domain) as traffic:
+    with count_traffic(domain) as traffic:
         graph = ms_nn.knn_graph(x, 9)
     own = slice(x.sharding.first, x.sharding.first + x.sharding.own)
     assert np.array_equal(np.array(rows(graph)), whole.indices.reshape(-1, 9)[own])
@@ -207,7 +207,7 @@ def wrong_job():
         ms_nn.knn(fine, torch.zeros(4, 3), 2)
     with pytest.raises(MeshshardError, match="3 coordinates meet 2"):
         ms_nn.knn(fine, fine[:, :2], 2)
-    with pytest.raises(MeshshardError, match="7 neighbours do not fit into a width of 2"):
+    with pytest.raises(MeshshardError, match="7 neighbors do not fit into a width of 2"):
         ms_nn.grouped(fine, ms_nn.radius_graph(fine, 1.0), 2)
 
 
@@ -217,9 +217,9 @@ def test_errors_come_on_every_rank(ranks):
 
 def test_wrong_arguments_are_named(monkeypatch):
     x = torch.zeros(4, 3)
-    with pytest.raises(MeshshardError, match="0 neighbours"):
+    with pytest.raises(MeshshardError, match="0 neighbors"):
         ms_nn.knn_graph(x, 0)
-    with pytest.raises(MeshshardError, match=r"2\.5 neighbours; take a whole number"):
+    with pytest.raises(MeshshardError, match=r"2\.5 neighbors; take a whole number"):
         ms_nn.knn_graph(x, 2.5)
     with pytest.raises(MeshshardError, match="radius of -1"):
         ms_nn.radius_graph(x, -1)
@@ -283,12 +283,12 @@ def test_groups_of_a_ball_query(ranks, size):
 def traffic_job():
     domain = init_domain()
     x = shard(torch.rand(60, 3), domain, [20, 40])
-    with counted(domain) as traffic:
+    with count_traffic(domain) as traffic:
         graph = ms_nn.knn_graph(x, 4)
     assert {kind: count.calls for kind, count in traffic.counts.items()} == {
         "counts": 3, "route": 3, "exchange": 1,
     }  # fmt: skip
-    with counted(domain) as traffic:
+    with count_traffic(domain) as traffic:
         ms_nn.edge_vectors(x, graph)
     assert traffic.total().calls == 1
 
@@ -298,7 +298,7 @@ def test_what_is_sent_is_what_the_docstring_says(ranks):
 
 
 def whole_interpolation(x, pos_x, pos_y, k):
-    """PyG's formula, neighbours by looking at all points."""
+    """PyG's formula, neighbors by looking at all points."""
     order, _ = by_distance(pos_x.detach().numpy(), pos_y.detach().numpy(), np.arange(len(x)), False)
     near = torch.from_numpy(order[:, :k])
     weights = 1 / (pos_x[near] - pos_y[:, None]).square().sum(-1, keepdim=True).clamp(min=1e-16)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from meshshard import cli, io
-from meshshard.partitions import partition
+from meshshard.partitioning.partition import partition
 from meshshard.tensor import FAMILIES
-from meshshard.tensor.core import name_of
+from meshshard.tensor.shard_tensor import name_of
 
 ROOT = Path(__file__).parent.parent
 HELLO = """

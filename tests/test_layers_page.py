@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshshard import io
-from meshshard.partitions import partition
+from meshshard.partitioning.partition import partition
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "layers.md"

@@ -10,10 +10,10 @@ from meshshard.mesh import Mesh
 
 
 @given(surfaces())
-def test_centres_are_the_means_of_the_points(mesh):
-    for i, centre in enumerate(mesh.centres()):
+def test_centers_are_the_means_of_the_points(mesh):
+    for i, center in enumerate(mesh.centers()):
         ids = mesh.connectivity[mesh.offsets[i] : mesh.offsets[i + 1]]
-        assert np.allclose(centre, mesh.points[ids].astype(float).mean(axis=0), atol=1e-12)
+        assert np.allclose(center, mesh.points[ids].astype(float).mean(axis=0), atol=1e-12)
 
 
 @given(surfaces())
@@ -31,7 +31,7 @@ def test_many_cells_are_taken_in_chunks():
     assert np.array_equal(mesh.areas(), np.ones(45_000))
     assert np.array_equal(mesh.normals(), np.tile([0.0, 0, 1], (45_000, 1)))
     x, y = np.meshgrid(np.arange(300) + 0.5, np.arange(150) + 0.5, indexing="ij")
-    assert np.array_equal(mesh.centres()[:, :2], np.stack([x.ravel(), y.ravel()], axis=1))
+    assert np.array_equal(mesh.centers()[:, :2], np.stack([x.ravel(), y.ravel()], axis=1))
 
 
 def test_a_curved_cell_has_the_area_of_its_corners():

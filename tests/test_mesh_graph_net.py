@@ -10,10 +10,10 @@ from convs import divided, farthest, grid, own, sample
 from torch import nn
 
 from meshshard.comm import Domain, init_domain, simulate
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.models import MeshGraphNet
-from meshshard.nn import Deepened, convert, knn_graph
+from meshshard.nn import DeepHalo, convert, knn_graph
 from meshshard.tensor import NoShardRule, ShardGraph, Sharding, ShardTensor
 
 NODE, WIDTH = convs.CHANNELS, 8
@@ -44,7 +44,7 @@ def exact_job(directed):
     out = reference(model, a, edges, b)
     out.square().sum().backward()
     shards = own(x, graph.nodes), graph.take(e).requires_grad_()
-    with counted(domain) as forward:
+    with count_traffic(domain) as forward:
         got = ours(shards[0], graph, shards[1])
     got.square().sum().backward()
     domain.average_gradients(ours)
@@ -159,7 +159,7 @@ def deep_job(name):
     torch.manual_seed(2)
     make, depth = DEEP[name]
     model = make().double()
-    deep = Deepened(copy.deepcopy(model), depth)
+    deep = DeepHalo(copy.deepcopy(model), depth)
     results, more = [], (e,) if name == "MeshGraphNet" else ()
     for one in (model, deep):
         torch.manual_seed(5)
@@ -170,7 +170,7 @@ def deep_job(name):
         grads = [p.grad for p in one.parameters()]
         results.append([out.detach().gather(), rows.grad.gather(), *grads])
         results[-1] += [edge.grad.gather() for edge in edges]
-    with counted(domain) as traffic:
+    with count_traffic(domain) as traffic:
         deep(own(x, graph.nodes), graph, *[graph.take(m) for m in more])
     calls = traffic.counts["exchange"].calls if domain.size > 1 else 1 + len(more)
     assert calls == 1 + len(more)
@@ -185,8 +185,8 @@ def test_one_exchange_for_several_layers(ranks, size, name):
 
 
 def test_layers_that_couple_rows_are_not_deepened():
-    with pytest.raises(NoShardRule, match="BatchNorm in Deepened"):
-        Deepened(convert(pyg.GCN(4, 4, 2, norm="BatchNorm")), 2)
+    with pytest.raises(NoShardRule, match="BatchNorm in DeepHalo"):
+        DeepHalo(convert(pyg.GCN(4, 4, 2, norm="BatchNorm")), 2)
 
 
 @pytest.mark.parametrize("name", ["MeshGraphNet", "GCN", "GATv2", "SAGE"])
@@ -195,7 +195,7 @@ def test_a_depth_that_is_too_small_is_refused(name):
         _, graph, x, e = sample(domain, directed=True)
         make, depth = DEEP[name]
         torch.manual_seed(2)
-        deep = Deepened(make().double(), depth - 1)
+        deep = DeepHalo(make().double(), depth - 1)
         with pytest.raises(MeshshardError, match=f"reach farther than depth {depth - 1}"):
             deep(own(x, graph.nodes), graph, *([graph.take(e)] if name == "MeshGraphNet" else []))
 
@@ -225,7 +225,7 @@ COUPLES = {
         torch.ones(1, 3, NODE).double(), x[None], x[None]
     )[0],
     "grid": lambda x: nn.Conv1d(NODE, NODE, 3, padding=1).double()(x.T[None])[0].T,
-    "neighbours": lambda x: convert(pyg.SAGEConv(NODE, NODE).double())(x, knn_graph(x, 3)),
+    "neighbors": lambda x: convert(pyg.SAGEConv(NODE, NODE).double())(x, knn_graph(x, 3)),
     "mask": lambda x: x[x[:, 0] > 0],
     "slice": lambda x: x[:5],
     "one row": lambda x: x - x[0],
@@ -236,7 +236,7 @@ COUPLES = {
 def test_what_couples_rows_in_deepened_layers_is_refused(name):
     def rank(domain):
         _, graph, x, _ = sample(domain, directed=True)
-        deep = Deepened(Coupled(COUPLES[name]).double(), 1)
+        deep = DeepHalo(Coupled(COUPLES[name]).double(), 1)
         with pytest.raises(MeshshardError, match=r"couples rows|has no row for each node"):
             deep(own(x, graph.nodes), graph)
 

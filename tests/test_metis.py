@@ -15,11 +15,11 @@ import psutil
 import pytest
 from samples import ROOT, environment, surface
 
-from meshshard import _metis
 from meshshard.errors import PartitionError
 from meshshard.graph import Graph, cell_graph
 from meshshard.mesh import Mesh
-from meshshard.partitioners import Metis, label
+from meshshard.partitioning import metis_child
+from meshshard.partitioning.methods import Metis, label
 
 SLOW = 700  # side of a grid that keeps METIS busy for a second or more
 
@@ -37,7 +37,7 @@ def grid(n: int) -> Graph:
 
 
 def k_way(graph: Graph, parts: int = 2, **options: Any) -> np.ndarray:
-    return _metis.k_way(graph.indptr, graph.indices, parts, _metis.Options(), **options)
+    return metis_child.k_way(graph.indptr, graph.indices, parts, metis_child.Options(), **options)
 
 
 def held_open() -> set[str]:
@@ -55,7 +55,7 @@ def _nothing_stays_behind(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
     scratch = tmp_path_factory.mktemp("scratch")
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr(_metis, "MEMORY", scratch)
+    monkeypatch.setattr(metis_child, "MEMORY", scratch)
     before, ours = held_open(), set(children())
     yield
     assert held_open() <= before
@@ -65,7 +65,11 @@ def _nothing_stays_behind(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
 
 def wait_for_child(of: int | None = None) -> psutil.Process:
     for _ in range(2000):
-        found = [c for c in psutil.Process(of).children() if "meshshard._metis" in str(c.cmdline())]
+        found = [
+            c
+            for c in psutil.Process(of).children()
+            if "meshshard.partitioning.metis_child" in str(c.cmdline())
+        ]
         if found:
             return found[0]
         time.sleep(0.005)
@@ -111,7 +115,7 @@ def test_a_timeout() -> None:
 def test_an_error_of_metis() -> None:
     apart = Graph(np.arange(101), np.arange(100) ^ 1)
     with pytest.raises(PartitionError) as caught:
-        _metis.k_way(apart.indptr, apart.indices, 2, _metis.Options(contiguous=True))
+        metis_child.k_way(apart.indptr, apart.indices, 2, metis_child.Options(contiguous=True))
     assert one_line(caught).startswith("METIS failed: ")
     assert "on 100 nodes into 2 parts; try" in one_line(caught)
 
@@ -122,12 +126,12 @@ def test_an_absurd_graph(far: int) -> None:
     indices = graph.indices.copy()
     indices[::7] = far
     with pytest.raises(PartitionError) as caught:
-        _metis.k_way(graph.indptr, indices, 4, _metis.Options(), timeout=20)
+        metis_child.k_way(graph.indptr, indices, 4, metis_child.Options(), timeout=20)
     assert "on 900 nodes into 4 parts" in one_line(caught)
 
 
 def test_without_files_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_metis, "MEMORY", tmp_path / "nowhere")
+    monkeypatch.setattr(metis_child, "MEMORY", tmp_path / "nowhere")
     assert set(k_way(grid(20), 3)) == {0, 1, 2}
 
 
@@ -229,7 +233,7 @@ def simplices(points: np.ndarray, cells: np.ndarray, kind: int) -> Mesh:
 def test_its_dual_is_our_graph_row_by_row(make: Any, common: int) -> None:
     mesh = make()
     most = len(mesh.connectivity)
-    indptr, indices = _metis.mesh_to_dual(
+    indptr, indices = metis_child.mesh_to_dual(
         mesh.offsets, mesh.connectivity, mesh.n_points, common, most
     )
     graph = cell_graph(mesh)

@@ -16,9 +16,10 @@ from vtkmodules.vtkIOXML import (
     vtkXMLUnstructuredGridReader,
 )
 
-from meshshard import paraview, store
+from meshshard import store
 from meshshard.errors import StoreError
 from meshshard.mesh import Array, Mesh
+from meshshard.store import paraview
 
 READERS = {
     ".pvtp": vtkXMLPPolyDataReader,

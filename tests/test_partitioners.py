@@ -8,13 +8,13 @@ from strategies import graphs, grid_surface, grid_volume
 
 from meshshard.errors import MeshWarning, PartitionError
 from meshshard.graph import Graph, cell_graph
-from meshshard.partitioners import RCB, Given, Metis, Morton, Random, label
-from meshshard.partitions import partition
+from meshshard.partitioning.methods import RCB, Given, Metis, Morton, Random, label
+from meshshard.partitioning.partition import partition
 
 SHEET = grid_surface(40, 30)
 NODES = SHEET.n_cells
 GRAPH = cell_graph(SHEET)
-PLACED = Graph(GRAPH.indptr, GRAPH.indices, True, None, SHEET.centres())
+PLACED = Graph(GRAPH.indptr, GRAPH.indices, True, None, SHEET.centers())
 ALL = [Metis(), Metis("cut"), Metis(recursive=True), Morton(), RCB(), Random()]
 
 

@@ -10,8 +10,8 @@ from strategies import grid_surface, grid_volume, surfaces, volumes
 from meshshard.errors import MeshWarning, PartitionError
 from meshshard.graph import Graph, cell_graph, knn_graph
 from meshshard.mesh import Mesh
-from meshshard.partitioners import Metis, Morton, Random
-from meshshard.partitions import entity_of, partition
+from meshshard.partitioning.methods import Metis, Morton, Random
+from meshshard.partitioning.partition import entity_of, partition
 
 SHEET = grid_surface(20, 15)
 CLOUD = Mesh(np.random.default_rng(0).random((300, 3)), point_fields={"p": np.arange(300.0)})
@@ -57,13 +57,13 @@ def test_what_is_sharded_by_itself():
         entity_of(SHEET, "edges")
 
 
-def test_relabelling_parts_and_permuting_cells_change_nothing_else():
+def test_relabeling_parts_and_permuting_cells_change_nothing_else():
     """Law 3, for sizes, halos and volume."""
     made = partition(SHEET, 6)
     turn = np.random.default_rng(1).permutation(6)
-    relabelled = partition(SHEET, 6, method=turn[made.labels])
-    assert np.array_equal(relabelled.sizes[turn], made.sizes)
-    assert relabelled.quality.volume == made.quality.volume
+    relabeled = partition(SHEET, 6, method=turn[made.labels])
+    assert np.array_equal(relabeled.sizes[turn], made.sizes)
+    assert relabeled.quality.volume == made.quality.volume
     order = np.random.default_rng(2).permutation(SHEET.n_cells)
     cells = SHEET.connectivity.reshape(-1, 4)[order]
     shuffled = replace(SHEET, connectivity=cells.ravel(), cell_fields={})
@@ -95,8 +95,8 @@ def test_loads_that_cannot_be_even_are_said():
         partition(SHEET, 4, weights=heavy)
 
 
-def test_a_graph_of_neighbours_instead_of_the_mesh():
-    graph = knn_graph(SHEET.centres(), 6)
+def test_a_graph_of_neighbors_instead_of_the_mesh():
+    graph = knn_graph(SHEET.centers(), 6)
     made = partition(SHEET, 5, graph=graph).check()
     assert made.graph.n_edges == graph.n_edges
     assert not made.graph.symmetric
@@ -124,12 +124,12 @@ def test_another_order_inside_a_shard(order):
 
 def test_edge_attributes_are_source_minus_destination():
     made = partition(SHEET, 4)
-    centres = SHEET.centres()
+    centers = SHEET.centers()
     for shard in range(4):
         plan = made.plan(shard)
         ids = np.concatenate([np.arange(*made.offsets[shard : shard + 2]), plan.halo])
         to = np.repeat(np.arange(plan.n_local), np.diff(plan.indptr))
-        expected = centres[made.origin[ids[plan.indices]]] - centres[made.origin[ids[to]]]
+        expected = centers[made.origin[ids[plan.indices]]] - centers[made.origin[ids[to]]]
         relative, length = made.edge_attributes(shard)
         assert np.array_equal(relative, expected)
         assert np.allclose(length, 1.0)
@@ -181,7 +181,7 @@ def test_a_partition_shows_itself():
     [
         ({"parts": 0}, "parts 0"),
         ({"parts": [1, -1]}, "positive share"),
-        ({"parts": 2, "halo": 0}, "halo 0: 1 to 255 rings"),
+        ({"parts": 2, "halo": 0}, "halo 0: 1 to 255 hops"),
     ],
 )
 def test_requests_that_cannot_be_right(arguments, message):
@@ -194,7 +194,7 @@ def test_an_empty_cloud_cannot_be_cut():
         partition(Mesh(np.zeros((0, 3))), 2)
 
 
-def test_geometric_methods_need_no_neighbours():
+def test_geometric_methods_need_no_neighbors():
     none = Graph(np.zeros(301, np.int64), np.zeros(0, np.int32))
     made = partition(CLOUD, 4, method=Morton(), graph=none).check()
     assert made.quality.volume == 0

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from strategies import graphs, labels
 
 from meshshard.errors import MeshWarning
-from meshshard.partitioners import Given
-from meshshard.partitions import partition
-from meshshard.plan import runs
+from meshshard.graph.plan import runs
+from meshshard.partitioning.methods import Given
+from meshshard.partitioning.partition import partition
 
 
 @st.composite
 def partitions(draw):
-    """Random directed graphs under random labels, some parts empty, halos of 1 to 3 rings."""
+    """Random directed graphs under random labels, some parts empty, halos of 1 to 3 hops."""
     graph = draw(graphs())
     k, given_labels = draw(labels(graph.n_nodes))
     with_warning = given_labels if k <= graph.n_nodes else np.minimum(given_labels, 0)
@@ -84,15 +84,15 @@ def test_rings_count_the_steps_to_an_owned_row(case):
     for shard in range(made.k):
         plan = made.plan(shard)
         reached = set(range(made.offsets[shard], made.offsets[shard + 1]))
-        rings, border = {}, set(reached)
+        hops, border = {}, set(reached)
         for step in range(1, made.halo.depth + 1):
             sources = {int(s) for i in border
                        for s in moved.indices[moved.indptr[i] : moved.indptr[i + 1]]}  # fmt: skip
             border = sources - reached
-            rings |= dict.fromkeys(border, step)
+            hops |= dict.fromkeys(border, step)
             reached |= border
-        assert plan.halo.tolist() == sorted(rings)
-        assert plan.ring.tolist() == [rings[i] for i in sorted(rings)]
+        assert plan.halo.tolist() == sorted(hops)
+        assert plan.hops.tolist() == [hops[i] for i in sorted(hops)]
 
 
 @given(partitions())

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshshard import nn as mnn
 from meshshard.comm import init_domain
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.tensor import Sharding, ShardTensor, shard
 
@@ -113,10 +113,10 @@ def counts_job():
     samples = shard(batch(), domain, (3, 11))
     calls = {}
     for name, (_, ours) in POOLS.items():
-        with counted(domain) as traffic:
+        with count_traffic(domain) as traffic:
             out = ours(x, samples, SAMPLES)
             forward = traffic.total().calls
-        with counted(domain) as traffic:
+        with count_traffic(domain) as traffic:
             out.sum().backward()
             calls[name] = forward, traffic.total().calls
     return calls

@@ -9,7 +9,7 @@ from torch import nn
 from torch_geometric.nn import MessagePassing
 
 from meshshard.comm import DomainError, init_domain
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.nn import convert
 from meshshard.tensor import ShardGraph, Sharding, shard
 
@@ -47,9 +47,9 @@ def minding_job(what):
     rows = own(x, graph.nodes)
     torch.manual_seed(0)
     conv = convert(Minding(what).double())
-    with pytest.raises(DomainError, match=r"Minding: (all ranks|rank).*: .*no neighbours"):
+    with pytest.raises(DomainError, match=r"Minding: (all ranks|rank).*: .*no neighbors"):
         conv(rows, graph)
-    with pytest.raises(DomainError, match="no neighbours"):  # not only the first time
+    with pytest.raises(DomainError, match="no neighbors"):  # not only the first time
         conv(rows, graph)
     assert conv.training
 
@@ -91,7 +91,7 @@ def honest_job():
         torch.manual_seed(seed)
         want = alone(own(x, whole.nodes), whole, whole.take(e)).detach().gather()
         torch.manual_seed(seed)
-        with counted(domain) as traffic:
+        with count_traffic(domain) as traffic:
             got = model(own(x, graph.nodes), graph, graph.take(e)).detach().gather()
         far.append(farthest(got, want))
     far += [farthest(a, b) for a, b in zip(model.buffers(), alone.buffers(), strict=True)]
@@ -102,7 +102,7 @@ def honest_job():
 def test_an_honest_one_is_proved_once(ranks, size):
     for far, exchanges in ranks[size].run(honest_job):
         assert far < 1e-10
-        assert exchanges == 3  # of rows, of edges of the second ring, of rows for the second
+        assert exchanges == 3  # of rows, of edges of the second hop, of rows for the second
 
 
 class Across(MessagePassing):
@@ -126,7 +126,7 @@ def across_job():
     graph = ShardGraph.from_edge_index(edges, nodes, sources)
     a, b = (torch.randn(n, C, dtype=torch.float64, generator=generator) for n in (9, 12))
     pair = shard(a, domain, sources), shard(b, domain, nodes)
-    with pytest.raises(DomainError, match="no neighbours"):
+    with pytest.raises(DomainError, match="no neighbors"):
         convert(Across(True))(pair, graph)
     return farthest(convert(Across(False))(pair, graph).gather(), Across(False)((a, b), edges))
 

@@ -12,6 +12,7 @@ import pyvista as pv
 
 from meshshard import io
 from meshshard.errors import MeshWarning, ReadError
+from meshshard.io import child
 from meshshard.mesh import Mesh
 
 FUZZ = """
@@ -113,13 +114,12 @@ def test_meshio(tmp_path):
 
 
 def test_a_reader_that_dies_or_hangs(tmp_path, monkeypatch):
-    from meshshard import _child
 
     path = tmp_path / "a.case"
     path.write_text("FORMAT")
     fake = tmp_path / "python"
     monkeypatch.setattr(sys, "executable", str(fake))
-    monkeypatch.setattr(_child, "PATIENCE", 0.5)
+    monkeypatch.setattr(child, "PATIENCE", 0.5)
     for text, words in (("kill -SEGV $$", "SIGSEGV"), ("exec sleep 9", "did not end within"),
                         ("echo no >&2; exit 3", "failed: no")):  # fmt: skip
         fake.write_text(f"#!/bin/sh\n{text}\n")

@@ -9,15 +9,15 @@ import torch
 
 from meshshard import io, store
 from meshshard.comm import DomainError, init_domain
-from meshshard.partitions import partition
-from meshshard.shard import load
+from meshshard.partitioning.partition import partition
+from meshshard.ranks.shard import load
 
 AHMED = Path(__file__).parent.parent / "datasets" / "ahmed"
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Folders of a surface by cells (two rings), by points, and of a cloud."""
+    """Folders of a surface by cells (two hops), by points, and of a cloud."""
     place = tmp_path_factory.mktemp("folders")
     mesh = io.read(AHMED / "run_8/boundary_8.vtp")
     out = {}
@@ -74,7 +74,7 @@ def test_a_layer_on_shards_is_the_serial_layer(ranks, folders, name, size):
 
 
 def deep_job(folder):
-    """Two layers with one exchange of two rings."""
+    """Two layers with one exchange of two hops."""
     domain = init_domain()
     shard = load(folder, domain)
     indptr, indices = graph_of(folder)
@@ -106,7 +106,7 @@ def fields_job(folder):
     pressure = shard["pMeanTrim"]
     assert pressure.shape == (mesh.n_cells,)
     assert np.array_equal(pressure.to_local().numpy(), mesh.cell_fields["pMeanTrim"][origin])
-    assert np.allclose(shard["centre"].to_local(), mesh.centres()[origin], atol=1e-6)
+    assert np.allclose(shard["center"].to_local(), mesh.centers()[origin], atol=1e-6)
     force = (shard["pMeanTrim"][:, None] * shard["area_vector"]).sum(0)
     want = (mesh.cell_fields["pMeanTrim"][:, None].astype(float) * mesh.area_vectors()).sum(0)
     assert np.allclose(force, want, rtol=1e-3)
@@ -136,7 +136,7 @@ def opened_job(folder):
     """Which shard files this rank has opened."""
     OPENED.clear()
     shard = load(folder, init_domain())
-    shard["pMeanTrim"], shard["centre"], shard.edge_index
+    shard["pMeanTrim"], shard["center"], shard.edge_index
     names = {Path(o).name for o in OPENED if o.endswith(".safetensors")}
     return names, {f"shard_{p:05d}.safetensors" for p in shard.shards}
 

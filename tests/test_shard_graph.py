@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from strategies import graphs
 
 from meshshard.comm import Domain, DomainError, init_domain, simulate
-from meshshard.nn import Deepened, MeshBlock, knn_graph
+from meshshard.nn import DeepHalo, MeshBlock, knn_graph
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor, shard
-from meshshard.tensor.core import MeshshardError
+from meshshard.tensor.shard_tensor import MeshshardError
 
 SIZES = {1: [30], 2: [13, 17], 3: [0, 21, 9], 4: [5, 0, 24, 1]}
 
@@ -189,6 +189,6 @@ def test_deepened_gives_back_edges_where_there_are_as_many_as_nodes():
         graph = ShardGraph.from_edge_index(edges, nodes)
         return [a.gather() for a in layers(shard(x, domain, nodes), graph, graph.take(e))]
 
-    deep = Deepened(block, 1)
+    deep = DeepHalo(block, 1)
     for got, wanted in zip(simulate(2, lambda d: job(d, deep))[0], job(Domain()), strict=True):
         torch.testing.assert_close(got, wanted)

@@ -6,7 +6,7 @@ import torch
 from meshshard.comm import simulate
 from meshshard.errors import MeshshardError
 from meshshard.models import DGCNN, GeoTransolver, MeshGraphNet, Transolver
-from meshshard.nn import Bottleneck, Deepened, check_consistency
+from meshshard.nn import Bottleneck, DeepHalo, check_consistency
 
 WRONG = {
     "0 layers": lambda: Transolver(3, 1, layers=0),
@@ -16,7 +16,7 @@ WRONG = {
     "a DGCNN of 0 layers": lambda: DGCNN(3, 1, layers=0),
     "networks of 0 linear layers": lambda: MeshGraphNet(3, 3, 1, depth=0),
     "0 heads do not divide": lambda: Bottleneck(16, 0),
-    "a depth of 0": lambda: Deepened(torch.nn.Identity(), 0),
+    "a depth of 0": lambda: DeepHalo(torch.nn.Identity(), 0),
     "simulate: 0 ranks": lambda: simulate(0, lambda domain: domain.rank),
     "no y": lambda: check_consistency(
         torch.nn.Identity(), {"x": torch.ones(2, 1), "edge_index": torch.ones(2, 0).long()}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from meshshard.comm import init_domain
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.nn import SliceAttention
 from meshshard.nn.slices import _layer
@@ -69,7 +69,7 @@ def test_numbers_of_the_published_code(few, variant, keep):
 
 
 def test_physicsnemo_clamps_and_adds_more():
-    """Their maths, written out: weights normalised first, (1, 1, H, 1) temperature in [0.5, 5]."""
+    """Their maths, written out: weights normalized first, (1, 1, H, 1) temperature in [0.5, 5]."""
     layer = attention("physicsnemo")
     with torch.no_grad():
         layer.temperature.copy_(torch.tensor([0.1, 0.7, 4.0, 9.0]).view(1, 4, 1, 1))
@@ -140,9 +140,9 @@ def traffic_job(few, deterministic):
     domain = init_domain()
     layer = attention(deterministic=deterministic)
     x = shard(rows(97, 24), domain, (97, 0)).requires_grad_()
-    with counted(domain) as forward:
+    with count_traffic(domain) as forward:
         y = layer(x)
-    with counted(domain) as backward:
+    with count_traffic(domain) as backward:
         y.backward(y.detach())
     return [{n: (c.calls, c.bytes) for n, c in t.counts.items()} for t in (forward, backward)]
 

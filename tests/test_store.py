@@ -13,8 +13,8 @@ from samples import AHMED, assert_bits, assert_same, cloud, cut, surface, volume
 import meshshard
 from meshshard import io, store
 from meshshard.errors import StoreError
+from meshshard.graph.plan import Plan
 from meshshard.mesh import Mesh
-from meshshard.plan import Plan
 
 MESHES = {"surface": surface, "cloud": cloud, "volume": volume, "hexes": lambda: volume(3, False)}
 ON = [("surface", "cells"), ("surface", "points"), ("cloud", "points"), ("volume", "cells"),

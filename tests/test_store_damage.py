@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from samples import assert_same, cut, surface, volume
 
-from meshshard import _files, report, store
+from meshshard import atomic_write, store
+from meshshard.cli import report
 from meshshard.errors import MeshshardError, StoreError
 from meshshard.mesh import Mesh
 
@@ -262,7 +263,7 @@ def test_an_interrupted_replacement_brings_the_old_folder_back(
     assert [f.name for f in folder.parent.iterdir()] == ["x.shards"]
 
 
-def together(work: Callable[[], Any], n: int = 4) -> list[str]:
+def at_once(work: Callable[[], Any], n: int = 4) -> list[str]:
     """Run it in n threads at once; what went wrong."""
     wrong: list[str] = []
 
@@ -284,10 +285,10 @@ def test_several_writers_at_once(tmp_path: Path) -> None:
     mesh = volume()
     made = cut(mesh, 4)
     target = tmp_path / "x.shards"
-    wrong = together(lambda: made.save(target))
+    wrong = at_once(lambda: made.save(target))
     assert len(wrong) == 3
     assert all("is there already" in line for line in wrong)
-    wrong = together(lambda: [made.save(target, force=True) for _ in range(5)])
+    wrong = at_once(lambda: [made.save(target, force=True) for _ in range(5)])
     assert not wrong
     assert_same(store.load(target).check().gather(), mesh)
     assert [f.name for f in tmp_path.iterdir()] == ["x.shards"]
@@ -311,9 +312,9 @@ def test_a_folder_that_changes_places_is_no_foreign_one(tmp_path: Path) -> None:
     writer = threading.Thread(target=renew)
     writer.start()
     try:
-        assert not any(_files.is_foreign(target) for _ in range(20_000))
+        assert not any(atomic_write.is_foreign(target) for _ in range(20_000))
     finally:
         done.set()
         writer.join()
     (target / "manifest.json").unlink()
-    assert _files.is_foreign(target)
+    assert atomic_write.is_foreign(target)

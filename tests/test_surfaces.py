@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshshard import _obj, io
+from meshshard import io
 from meshshard.errors import ReadError
+from meshshard.io.readers import obj
 
 
 @pytest.fixture
@@ -96,10 +97,10 @@ def obj_lines(draw):
 def test_obj_at_once_is_obj_by_line(text):
     text = text.encode()
     try:
-        points, *cells = _obj._at_once(text)
+        points, *cells = obj._at_once(text)
     except ValueError:
         return
-    slow, *slow_cells = _obj._by_line(text, Path("a.obj"))
+    slow, *slow_cells = obj._by_line(text, Path("a.obj"))
     assert np.array_equal(points, slow.reshape(-1, 3), equal_nan=True)
     for mine, other in zip(cells, slow_cells, strict=True):
         assert [a.tolist() for a in mine] == [a.tolist() for a in other]
@@ -109,7 +110,7 @@ def test_obj_of_many_kinds(load):
     """What orderly files hold does not need the slow walk."""
     text = "# c\nv 0 0 0\n v 1 0 0 1\nvn 0 0 1\nv 1 1 0\nf 1//1 2//1 3//1\nv 0 1 0\nl 1 2\n"
     text += "l 1 2 3\nf -4 -2/7 -1\nf 1/1/1 2/2/2 3 4"
-    assert _obj._at_once(text.encode()).faces[0].tolist() == [0, 1, 2, 0, 2, 3, 0, 1, 2, 3]
+    assert obj._at_once(text.encode()).faces[0].tolist() == [0, 1, 2, 0, 2, 3, 0, 1, 2, 3]
     with pytest.warns(match="1 line, 1 poly-line left out"):
         mesh = load("a.obj", text)
     assert np.diff(mesh.offsets).tolist() == [3, 3, 4]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshshard.comm import init_domain
 from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard, shard_rule
-from meshshard.tensor.core import RULES
+from meshshard.tensor.shard_tensor import RULES
 
 SIZES = {1: (14,), 2: (3, 11), 4: (5, 0, 7, 2)}
 
@@ -194,7 +194,7 @@ class Scale(torch.autograd.Function):
         return grad * w, (grad * x).sum()
 
 
-class Centre(torch.autograd.Function):
+class Center(torch.autograd.Function):
     """A user's own function that couples rows: its backward could not."""
 
     @staticmethod
@@ -217,7 +217,7 @@ def own_function_job():
     assert close(domain.all_reduce(w.grad) / domain.size, ww.grad)
     if domain.size > 1:
         with pytest.raises(NoShardRule, match=r"inside your own autograd\.Function"):
-            Centre.apply(make(domain))
+            Center.apply(make(domain))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

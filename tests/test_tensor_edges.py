@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from meshshard.comm import DomainError, init_domain, simulate
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.tensor import Sharding, ShardTensor, shard
 
@@ -135,7 +135,7 @@ def test_dropout_of_features_in_place():
 def test_logsumexp_sends_its_largest_and_its_sum():
     def job(domain):
         x = shard(draw(8, 3), domain, SIZES)
-        with counted(domain) as traffic:
+        with count_traffic(domain) as traffic:
             x.logsumexp(0)
         return traffic.total().calls
 

@@ -93,7 +93,7 @@ FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
 def optimize(x, target, name, options):
-    """A field that is optimised, its gradient clipped."""
+    """A field that is optimized, its gradient clipped."""
     optimizer = getattr(torch.optim, name)([x], lr=0.1, **options)
 
     def closure():
@@ -128,7 +128,7 @@ def optimizer_job():
     return errors
 
 
-def test_a_field_is_optimised(ranks):
+def test_a_field_is_optimized(ranks):
     for errors in ranks[2].run(optimizer_job):
         assert max(errors.values()) <= TOLERANCE, errors
 
@@ -244,7 +244,7 @@ def modules_job():
 
 
 REFUSED = {
-    "nn.Parameter": (lambda x: nn.Parameter(x), r"optimise a leaf, x\.requires_grad_\(\)"),
+    "nn.Parameter": (lambda x: nn.Parameter(x), r"optimize a leaf, x\.requires_grad_\(\)"),
     "all_reduce": (lambda x: torch.distributed.all_reduce(x), "all_reduce has no exact rule"),
     "broadcast": (lambda x: torch.distributed.broadcast(x, 0), "broadcast has no exact rule"),
     "plain target": (lambda x: torch.zeros(2, ROWS, 5).__setitem__(0, x), "a plain target"),

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 import meshshard as ms
 from meshshard import io
 from meshshard.comm import Domain, init_domain
-from meshshard.comm.domain import counted
+from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.models import Transolver, TransolverOptions
 from meshshard.nn.slices import _layer
-from meshshard.partitions import partition
+from meshshard.partitioning.partition import partition
 from meshshard.tensor import Sharding, ShardTensor, shard
 
 DATA = Path(__file__).parent / "data"
@@ -190,11 +190,11 @@ def traffic_job(few):
     domain = init_domain()
     model = small()
     x = shard(rows(97, 3), domain, (97, 0)).requires_grad_()
-    with counted(domain) as forward:
+    with count_traffic(domain) as forward:
         y = model(x)
-    with counted(domain) as backward:
+    with count_traffic(domain) as backward:
         y.backward(y.detach())
-    with counted(domain) as predicted:
+    with count_traffic(domain) as predicted:
         model.predict(x)
     return [{n: c.calls for n, c in t.counts.items()} for t in (forward, backward, predicted)]
 
@@ -215,7 +215,7 @@ def folder(tmp_path_factory):
 def bits_job(folder, dtype):
     """Predictions in the order of the shards, fused and by the model itself."""
     shards = ms.load(folder, init_domain())
-    x = shards["centre"].to(dtype)
+    x = shards["center"].to(dtype)
     torch.manual_seed(1)
     model = Transolver(3, 2, 32, 3, 4, 8, TransolverOptions(deterministic=True)).to(dtype)
     with torch.no_grad():

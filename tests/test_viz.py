@@ -22,9 +22,9 @@ from meshshard import io
 from meshshard.errors import MeshWarning, RenderError
 from meshshard.graph import Graph
 from meshshard.mesh import Mesh
-from meshshard.partitions import Partition, partition
+from meshshard.partitioning.partition import Partition, partition
 from meshshard.viz import Style, plot_bars, plot_rank_graph, plot_shards, view
-from meshshard.viz._colours import palette, shard_colours
+from meshshard.viz._colors import palette, shard_colors
 
 SURFACE = Path(meshshard.__file__).parent / "data" / "boundary_1.vtp"
 BARE = Style(size=(600, 400), off_screen=True, flat=True, lines=False, numbers=False, legend=False)
@@ -58,8 +58,8 @@ def shot(what, **options) -> np.ndarray:
     return picture
 
 
-def colours_in(picture: np.ndarray, least: int = 20) -> set[tuple[int, ...]]:
-    """Colours that at least some pixels have, without white, greys and ink."""
+def colors_in(picture: np.ndarray, least: int = 20) -> set[tuple[int, ...]]:
+    """Colors that at least some pixels have, without white, grays and ink."""
     found, count = np.unique(picture.reshape(-1, 3), axis=0, return_counts=True)
     found = found[(count >= least) & (np.ptp(found.astype(int), axis=1) > 8)]
     return {tuple(c) for c in found.tolist()}
@@ -70,40 +70,40 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
     return float((a != b).any(axis=2).mean())
 
 
-# ----------------------------------------------------------------------------------------- colours
+# ----------------------------------------------------------------------------------------- colors
 @pytest.mark.parametrize("k", [1, 2, 8, 64, 200])
-def test_as_many_colours_as_shards_all_different(k: int) -> None:
+def test_as_many_colors_as_shards_all_different(k: int) -> None:
     ring = np.eye(k, k=1, dtype=int)
-    colours = shard_colours(k, ring)
-    assert colours.shape == (k, 3)
-    assert len(np.unique(colours, axis=0)) == k
+    colors = shard_colors(k, ring)
+    assert colors.shape == (k, 3)
+    assert len(np.unique(colors, axis=0)) == k
 
 
-def test_64_colours_are_far_apart_and_neighbours_farther() -> None:
+def test_64_colors_are_far_apart_and_neighbors_farther() -> None:
     lab, rgb = palette(64)
     place = np.stack(np.meshgrid(range(8), range(8)), -1).reshape(-1, 2)
     near = np.abs(place[:, None] - place).max(axis=2) == 1
-    order = [rgb.tolist().index(c) for c in shard_colours(64, near.astype(int)).tolist()]
+    order = [rgb.tolist().index(c) for c in shard_colors(64, near.astype(int)).tolist()]
     apart = np.linalg.norm(lab[order][:, None] - lab[order], axis=2)
     assert apart[~np.eye(64, dtype=bool)].min() > 0.04
     assert apart[near].min() > 0.1  # five times what an eye can just tell
 
 
-def test_more_shards_than_colours_still_have_one_each() -> None:
-    assert shard_colours(700, np.zeros((700, 700), int)).shape == (700, 3)
+def test_more_shards_than_colors_still_have_one_each() -> None:
+    assert shard_colors(700, np.zeros((700, 700), int)).shape == (700, 3)
 
 
 # ---------------------------------------------------------------------------------------- pictures
-def test_every_shard_has_its_colour_and_nothing_else_has_one(parts: Partition) -> None:
+def test_every_shard_has_its_color_and_nothing_else_has_one(parts: Partition) -> None:
     from meshshard.viz._subject import subject_of
 
-    known = {tuple(c) for c in subject_of(parts).colours.tolist()}
+    known = {tuple(c) for c in subject_of(parts).colors.tolist()}
     above = shot(parts, style=replace(BARE, legend=True))
-    assert colours_in(above) == known  # those of hidden shards are in the legend
+    assert colors_in(above) == known  # those of hidden shards are in the legend
 
 
-def test_the_body_alone_shows_only_colours_of_shards(parts: Partition) -> None:
-    seen = colours_in(shot(parts, style=BARE), least=60)
+def test_the_body_alone_shows_only_colors_of_shards(parts: Partition) -> None:
+    seen = colors_in(shot(parts, style=BARE), least=60)
     assert 4 <= len(seen) <= 8
 
 
@@ -142,13 +142,13 @@ def test_folder_partition_and_labels_make_the_same_picture(
 
 def test_shards_of_points_are_drawn_on_the_cells(mesh: Mesh) -> None:
     parts = partition(mesh, 5, on="points")
-    assert len(colours_in(shot(parts, style=BARE), least=60)) >= 3
+    assert len(colors_in(shot(parts, style=BARE), least=60)) >= 3
     shot(parts, explode=0.4)
 
 
 def test_a_cloud_is_drawn_as_points(mesh: Mesh) -> None:
     parts = partition(Mesh(points=mesh.points[::3]), 6)
-    assert len(colours_in(shot(parts, style=BARE), least=20)) >= 6
+    assert len(colors_in(shot(parts, style=BARE), least=20)) >= 6
     shot(parts, halo=2)
     shot(parts, explode=0.5)
 
@@ -158,7 +158,7 @@ def test_a_bare_graph_is_drawn_where_it_lies() -> None:
     angle = np.linspace(0, 2 * np.pi, 60, endpoint=False)
     places = np.stack([np.cos(angle), np.sin(angle), 0 * angle], 1)
     graph = Graph(np.arange(0, 121, 2), ring, symmetric=True, positions=places)
-    assert len(colours_in(shot(partition(graph, 4), style=BARE), least=10)) >= 4
+    assert len(colors_in(shot(partition(graph, 4), style=BARE), least=10)) >= 4
     nowhere = partition(Graph(np.arange(0, 121, 2), ring, symmetric=True), 4)
     with pytest.raises(RenderError, match="no place"):
         plot_shards(nowhere)
@@ -183,7 +183,7 @@ def test_large_meshes_are_drawn_coarser_and_say_so(parts: Partition, mesh: Mesh)
         shot(cloud, style=replace(SMALL, most=2000))
 
 
-def test_empty_shards_have_a_colour_and_no_place(mesh: Mesh) -> None:
+def test_empty_shards_have_a_color_and_no_place(mesh: Mesh) -> None:
     labels = np.where(np.arange(mesh.n_cells) < 5000, 0, 2)
     shot(mesh, labels=labels, explode=0.5)
     assert "0 + 0" in plot_bars(mesh, labels=labels).text
@@ -231,7 +231,7 @@ def test_view_writes_a_picture_and_a_page(parts: Partition, tmp_path: Path) -> N
 def test_a_page_of_a_field_has_its_scale(parts: Partition, tmp_path: Path) -> None:
     view(parts, html=tmp_path / "a.html", field="pMeanTrim")
     page = (tmp_path / "a.html").read_text()
-    assert "colour: pMeanTrim" in page
+    assert "color: pMeanTrim" in page
     assert page.count('<i style="background: rgb(') == 9
 
 

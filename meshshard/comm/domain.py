@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshshard.comm import _wire, linear
+from meshshard.comm import linear, process_group
 from meshshard.comm.traffic import Traffic
 from meshshard.errors import DomainError, MeshshardError, n_of
 
@@ -151,7 +151,7 @@ class Domain:
             return
         parameters = [p for p in module.parameters() if p.requires_grad]
         have = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
-        _wire.all_reduce(self, have, "average_gradients")
+        process_group.all_reduce(self, have, "average_gradients")
         used = [p for p, n in zip(parameters, have.tolist(), strict=True) if n]
         for p in used:
             if p.grad is None:
@@ -163,7 +163,7 @@ class Domain:
             by_type.setdefault(grad.dtype, []).append(grad)
         for grads in by_type.values():
             flat = torch.cat([g.reshape(-1) for g in grads])
-            _wire.all_reduce(self, flat, "average_gradients")
+            process_group.all_reduce(self, flat, "average_gradients")
             parts = torch.split(flat / self.size, [g.numel() for g in grads])
             for grad, part in zip(grads, parts, strict=True):
                 grad.copy_(part.view_as(grad))
@@ -184,7 +184,7 @@ class Domain:
                 f"rank {differ[0]} has {others[differ[0]]!r}"
             )
 
-    def draw(self) -> int:
+    def shared_seed(self) -> int:
         """A seed from the default generator, which advances equally on every rank."""
         return int(torch.randint(2**62, ()))
 
@@ -193,9 +193,9 @@ class Domain:
 
         Communication: one gather of objects.
         """
-        return [value] if self.size == 1 else _wire.share(self, value)
+        return [value] if self.size == 1 else process_group.share(self, value)
 
-    def together(self, action: Callable[[], T], what: str) -> T:
+    def run_collectively(self, action: Callable[[], T], what: str) -> T:
         """Do something that may fail on one rank; where it fails on any, all raise.
 
         Communication: one gather of objects.
@@ -230,8 +230,8 @@ class Domain:
             return x, list(send)
         ones = [1] * self.size
         counts = torch.tensor(send, dtype=torch.int64, device=self.device)
-        receive = _wire.all_to_all(self, counts, ones, ones, "counts").tolist()
-        return _wire.all_to_all(self, x.detach(), send, receive, "route"), receive
+        receive = process_group.all_to_all(self, counts, ones, ones, "counts").tolist()
+        return process_group.all_to_all(self, x.detach(), send, receive, "route"), receive
 
     def close(self) -> None:
         """End the process group while Python still runs; done by itself at the end of a script.
@@ -319,7 +319,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 @contextlib.contextmanager
-def counted(domain: Domain) -> Iterator[Traffic]:
+def count_traffic(domain: Domain) -> Iterator[Traffic]:
     """Within it, the traffic is counted from zero; what was counted before is kept."""
     before, domain.traffic = domain.traffic, Traffic()
     try:

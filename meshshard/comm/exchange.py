@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from meshshard.comm import _wire, linear
+from meshshard.comm import linear, process_group
 from meshshard.errors import DomainError, n_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Plans = WeakValueDictionary[int, "Exchange"]
 
-__all__ = ["Exchange", "Running"]
+__all__ = ["Exchange", "PendingExchange"]
 
 
 _plans: Plans = WeakValueDictionary()  # by handle: what compiled code knows a plan by
@@ -97,7 +97,7 @@ class Exchange:
                 )
         self._proved.add(row)
 
-    def start(self, x: Tensor) -> Running:
+    def start(self, x: Tensor) -> PendingExchange:
         """Send boundary rows; interior rows can be computed until `finish`.
 
         Args:
@@ -113,16 +113,18 @@ class Exchange:
             )
         if not torch.compiler.is_compiling():
             self.check(x)
-        return Running(self, x)
+        return PendingExchange(self, x)
 
-    def start_back(self, halo: Tensor) -> _wire.Pending | None:
+    def start_back(self, halo: Tensor) -> process_group.Pending | None:
         """Send (n_halo, …) gradients home; `wait` gives those of `send_rows`, None serially."""
         if self.domain.size == 1:
             return None
-        return _wire.start_all_to_all(self.domain, halo, self.receive, self.send, "accumulate")
+        return process_group.start_all_to_all(
+            self.domain, halo, self.receive, self.send, "accumulate"
+        )
 
 
-class Running:
+class PendingExchange:
     """An exchange under way."""
 
     def __init__(self, plan: Exchange, x: Tensor) -> None:
@@ -132,7 +134,7 @@ class Running:
             with torch.no_grad():
                 self._pending = _send(plan, x.detach())
 
-    def arrived(self) -> Tensor:
+    def wait_halo(self) -> Tensor:
         """(n_halo, …) halo rows alone, outside of autograd: for operators with an adjoint."""
         if self._pending is None:
             return self._x[:0] if self._plan.domain.size == 1 else _send(self._plan, self._x).wait()
@@ -152,7 +154,7 @@ class _Finish(torch.autograd.Function):
     """Joins owned rows and those that have come; the gradient goes home."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Exchange, pending: _wire.Pending) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: Exchange, pending: process_group.Pending) -> Tensor:
         """The value."""
         ctx.plan = plan
         return torch.cat([x, pending.wait()])
@@ -195,7 +197,7 @@ class Accumulate:
             owned: Tensor = _compiled_accumulate(x, plan.handle, plan.n_owned)
             return owned
         mine, away = x[: plan.n_owned], x[plan.n_owned :]
-        back = _wire.all_to_all(plan.domain, away, plan.receive, plan.send, "accumulate")
+        back = process_group.all_to_all(plan.domain, away, plan.receive, plan.send, "accumulate")
         return mine.index_add(0, plan.send_rows, back)
 
     def adjoint(self) -> Halo:
@@ -203,9 +205,9 @@ class Accumulate:
         return Halo(self.plan)
 
 
-def _send(plan: Exchange, x: Tensor) -> _wire.Pending:
+def _send(plan: Exchange, x: Tensor) -> process_group.Pending:
     rows = x.index_select(0, plan.send_rows)
-    return _wire.start_all_to_all(plan.domain, rows, plan.send, plan.receive, "exchange")
+    return process_group.start_all_to_all(plan.domain, rows, plan.send, plan.receive, "exchange")
 
 
 # What compiled code calls. Tables stay out of it: Dynamo would compile again for every zero there.

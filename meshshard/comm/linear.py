@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from meshshard.comm import _wire
+from meshshard.comm import process_group
 from meshshard.errors import DomainError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Sum:
     def __call__(self, x: Tensor) -> Tensor:
         """The sum, as a new tensor."""
         copy = x.clone(memory_format=torch.contiguous_format)
-        return _wire.all_reduce(self.domain, copy, "all_reduce")
+        return process_group.all_reduce(self.domain, copy, "all_reduce")
 
     def adjoint(self) -> Sum:
         """The same sum."""
@@ -98,7 +98,7 @@ class Mean:
     def __call__(self, x: Tensor) -> Tensor:
         """The mean, as a new tensor."""
         copy = x.clone(memory_format=torch.contiguous_format)
-        return _wire.all_reduce(self.domain, copy, "all_reduce") / self.domain.size
+        return process_group.all_reduce(self.domain, copy, "all_reduce") / self.domain.size
 
     def adjoint(self) -> Mean:
         """The same mean."""
@@ -120,7 +120,7 @@ class Redistribute:
         rank = self.domain.rank
         send = _overlaps(self.have, self.want, rank)
         receive = _overlaps(self.want, self.have, rank)
-        return _wire.all_to_all(self.domain, x, send, receive, "redistribute")
+        return process_group.all_to_all(self.domain, x, send, receive, "redistribute")
 
     def adjoint(self) -> Redistribute:
         """The way back."""
@@ -140,7 +140,7 @@ class Gather:
             return x.view_as(x)
         everywhere = x.repeat(self.domain.size, *[1] * (x.ndim - 1))
         send = [len(x)] * self.domain.size
-        return _wire.all_to_all(self.domain, everywhere, send, self.sizes, "all_gather")
+        return process_group.all_to_all(self.domain, everywhere, send, self.sizes, "all_gather")
 
     def adjoint(self) -> ScatterSum:
         """Every rank's gradient of my rows, added."""
@@ -160,7 +160,7 @@ class ScatterSum:
             return x.view_as(x)
         mine = self.sizes[self.domain.rank]
         receive = [mine] * self.domain.size
-        rows = _wire.all_to_all(self.domain, x, self.sizes, receive, "scatter_sum")
+        rows = process_group.all_to_all(self.domain, x, self.sizes, receive, "scatter_sum")
         return rows.reshape(self.domain.size, mine, *x.shape[1:]).sum(dim=0)
 
     def adjoint(self) -> Gather:
@@ -184,7 +184,7 @@ class Shift:
         source, target = (rank - self.steps) % size, (rank + self.steps) % size
         send, receive = [0] * size, [0] * size
         send[target], receive[source] = len(x), self.sizes[source]
-        return _wire.all_to_all(self.domain, x, send, receive, "shift")
+        return process_group.all_to_all(self.domain, x, send, receive, "shift")
 
     def adjoint(self) -> Shift:
         """The same way back."""
@@ -207,7 +207,7 @@ class Window:
             return x.view_as(x)
         send, receive, first, last = self._tables()
         rows = [x[a:b] for a, b in zip(first, last, strict=True)]
-        return _wire.all_to_all(self.domain, torch.cat(rows), send, receive, "window")
+        return process_group.all_to_all(self.domain, torch.cat(rows), send, receive, "window")
 
     def adjoint(self) -> Fold:
         """What windows have of a row, added at its owner."""
@@ -242,7 +242,7 @@ class Fold:
         if window.domain.size == 1:
             return x.view_as(x)
         send, receive, first, last = window._tables()
-        back = _wire.all_to_all(window.domain, x, receive, send, "fold")
+        back = process_group.all_to_all(window.domain, x, receive, send, "fold")
         out = x.new_zeros((window.sizes[window.domain.rank], *x.shape[1:]))
         for part, a, b in zip(torch.split(back, send), first, last, strict=True):
             out[a:b] += part
@@ -283,7 +283,7 @@ class _Largest(torch.autograd.Function):
         hit = hit.to(grad.dtype)
         ties = (hit.sum(ctx.dims, keepdim=True) if ctx.dims else hit.clone()).contiguous()
         if ctx.domain.size > 1:
-            _wire.all_reduce(ctx.domain, ties, "all_reduce")
+            process_group.all_reduce(ctx.domain, ties, "all_reduce")
             grad = apply(Sum(ctx.domain), grad)
         return hit / ties * grad, None, None
 
@@ -299,7 +299,7 @@ def _top(domain: Domain, x: Tensor, dims: tuple[int, ...]) -> Tensor:
     if domain.size == 1:
         return top
     # numbers meet as they lie in memory, which need not be alike on all ranks
-    return _wire.all_reduce(domain, top.contiguous(), "all_reduce", "max")
+    return process_group.all_reduce(domain, top.contiguous(), "all_reduce", "max")
 
 
 def _without(shape: torch.Size, dims: tuple[int, ...]) -> list[int]:

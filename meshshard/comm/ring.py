@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshshard.comm import _wire
+from meshshard.comm import process_group
 from meshshard.comm.domain import Domain
 
 __all__ = ["Block", "Ring"]
@@ -58,7 +58,7 @@ class Ring:
         self.domain = domain
         self.sizes = tuple(sizes)
         self.number = max(1, -(-max(self.sizes) // ROWS))
-        self._back: tuple[int, _wire.Pending] | None = None
+        self._back: tuple[int, process_group.Pending] | None = None
 
     def cut(self, source: int, number: int) -> tuple[int, int]:
         """Rows of their owner, first and last but one, that are in a block."""
@@ -82,7 +82,7 @@ class Ring:
             start, stop = self.cut(source, number)
             yield Block(source, number, rows, start, stop, sum(self.sizes[:source]) + start)
 
-    def _start(self, at: tuple[int, int], take: Take, rows: Tensor | None) -> _wire.Pending:
+    def _start(self, at: tuple[int, int], take: Take, rows: Tensor | None) -> process_group.Pending:
         """The message of one block and step: own rows first, then what has come goes on."""
         number, step = at
         if step == 1:
@@ -114,11 +114,11 @@ class Ring:
         add(start, under_way.wait())
         self._back = None
 
-    def _send(self, rows: Tensor, steps: int, receive: int, kind: str) -> _wire.Pending:
+    def _send(self, rows: Tensor, steps: int, receive: int, kind: str) -> process_group.Pending:
         """Rows to the rank `steps` further, others from the rank `steps` before."""
         size, rank = self.domain.size, self.domain.rank
         to, come = [0] * size, [0] * size
         to[(rank + steps) % size] = len(rows)
         come[(rank - steps) % size] = receive
         with torch.no_grad():
-            return _wire.start_all_to_all(self.domain, rows, to, come, kind)
+            return process_group.start_all_to_all(self.domain, rows, to, come, kind)

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from meshshard.comm._meeting import Meeting
 from meshshard.comm.domain import Domain
+from meshshard.comm.threads import ThreadGroup
 from meshshard.errors import DomainError
 
 __all__ = ["simulate"]
@@ -32,7 +32,7 @@ def simulate(size: int, job: Callable[[Domain], T]) -> list[T]:
         raise DomainError(f"simulate: {size} ranks; take 1 or more")
     if size == 1:
         return [job(Domain())]
-    meeting = Meeting(size)
+    meeting = ThreadGroup(size)
     results: list[Any] = [None] * size
 
     def _rank(number: int) -> None:
@@ -55,12 +55,12 @@ def simulate(size: int, job: Callable[[Domain], T]) -> list[T]:
 class _Simulated(Domain):
     """A rank of a meeting."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting: ThreadGroup, rank: int) -> None:
         super().__init__()
         self.group = meeting
         self.rank, self.size = rank, meeting.size
 
-    def draw(self) -> int:
+    def shared_seed(self) -> int:
         """The first rank's."""
-        mine = super().draw() if self.rank == 0 else 0
+        mine = super().shared_seed() if self.rank == 0 else 0
         return int(self.group.swap(self.rank, mine)[0])

@@ -1,4 +1,4 @@
-"""DGCNN: edge convolutions over neighbours that are found anew in feature space at each layer."""
+"""DGCNN: edge convolutions over neighbors that are found anew in feature space at each layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshshard.errors import MeshshardError
 from meshshard.nn import knn_graph
 from meshshard.nn.graph._sparse import Ends, largest
 from meshshard.tensor import ShardGraph, ShardTensor
-from meshshard.tensor.core import wrap
+from meshshard.tensor.shard_tensor import wrap
 
 __all__ = ["DGCNN", "DynamicEdgeConv"]
 
@@ -21,7 +21,7 @@ NORMS: dict[str, type[nn.Module]] = {"batch": nn.BatchNorm1d, "layer": nn.LayerN
 class DynamicEdgeConv(nn.Module):
     """The edge convolution of Wang et al. 2019, over the k nearest rows in feature space.
 
-    x'_i = max over neighbours j of h([x_i, x_j - x_i]), the row itself among its neighbours, as in
+    x'_i = max over neighbors j of h([x_i, x_j - x_i]), the row itself among its neighbors, as in
     PyG's layer of this name (which needs compiled extras). A maximum that several edges reach
     shares its gradient among them. Which rows are near is found in float64 and has no gradient.
     """
@@ -32,7 +32,7 @@ class DynamicEdgeConv(nn.Module):
         Args:
             h: maps (n_edges, 2 C) to (n_edges, C'); it sees all edges as one sharded tensor, so
                 norms and dropout in it are those of the whole graph.
-            k: neighbours of each row.
+            k: neighbors of each row.
         """
         super().__init__()
         self.h, self.k = h, k
@@ -87,7 +87,7 @@ class DGCNN(nn.Module):
         Args:
             in_dim: features of a point, its coordinates among them.
             out_dim: numbers for each point.
-            k: neighbours, the point itself among them.
+            k: neighbors, the point itself among them.
             hidden: width of an edge convolution.
             layers: how many of them.
             norm: "batch" as in the paper (over all edges of all ranks), "layer", or None.
@@ -114,7 +114,7 @@ class DGCNN(nn.Module):
 
         Args:
             x: (n, in_dim) features, sharded along their rows, or plain.
-            pos: (n, d) coordinates in which the first layer looks for neighbours, else in `x`.
+            pos: (n, d) coordinates in which the first layer looks for neighbors, else in `x`.
 
         Returns:
             (n, out_dim), as sharded as `x`.

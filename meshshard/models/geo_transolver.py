@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from meshshard.errors import MeshshardError
 from meshshard.models.transolver import MLP, Block, TransolverOptions, start
 from meshshard.nn import CrossSliceAttention, ball_query, grouped
-from meshshard.nn._built import as_built
+from meshshard.nn._unmodified import is_unmodified
 from meshshard.nn.slices._layer import Piece, Run, means, summed
 from meshshard.nn.slices._passes import by_rows
 from meshshard.nn.slices.slice_attention import batch_of, of_heads, tile_of
 from meshshard.tensor import ShardGraph
-from meshshard.tensor.core import uncompiled
-from meshshard.tensor.tokens import merged
+from meshshard.tensor.shard_tensor import uncompiled
+from meshshard.tensor.tokens import reduce_tokens
 
 __all__ = ["GeoOptions", "GeoTransolver"]
 
@@ -30,14 +30,14 @@ class GeoOptions(TransolverOptions):
     Attributes:
         slices: G.
         radii: of the balls in which a row sees the geometry, in the units of the positions.
-        neighbours: how many points of the geometry, the nearest, each ball has room for.
+        neighbors: how many points of the geometry, the nearest, each ball has room for.
         local: width of what a row learns from one ball.
         context_dim: width of the tokens that hold for the sample as a whole, 0 for none.
     """
 
     slices: int = 64
     radii: tuple[float, ...] = (0.05, 0.25)
-    neighbours: tuple[int, ...] = (8, 32)
+    neighbors: tuple[int, ...] = (8, 32)
     local: int = 32
 
 
@@ -49,7 +49,7 @@ class GeoTransolver(nn.Module):
     reduced to slices: a context that is the same on every rank, to which the slices of every block
     attend besides each other.
 
-    Source: GeoTransolver (2512.20399); the neighbours of a ball are the nearest, by distance,
+    Source: GeoTransolver (2512.20399); the neighbors of a ball are the nearest, by distance,
     relative to the row and to the radius.
 
     Args:
@@ -66,7 +66,7 @@ class GeoTransolver(nn.Module):
     for each block.
 
     Raises:
-        MeshshardError: radii and neighbours of different number, or sizes that do not fit.
+        MeshshardError: radii and neighbors of different number, or sizes that do not fit.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class GeoTransolver(nn.Module):
         super().__init__()
         if layers < 1:
             raise MeshshardError(f"a GeoTransolver of {layers} layers; it needs one at least")
-        if len(options.radii) != len(options.neighbours):
-            raise MeshshardError("GeoTransolver: a number of neighbours for every radius, please")
+        if len(options.radii) != len(options.neighbors):
+            raise MeshshardError("GeoTransolver: a number of neighbors for every radius, please")
         self.in_dim, self.geometry_dim, self.options = in_dim, geometry_dim, options
         self.preprocess = MLP(in_dim, 2 * hidden, hidden)
         self.balls = nn.ModuleList(
-            MLP(k * geometry_dim, options.local, options.local) for k in options.neighbours
+            MLP(k * geometry_dim, options.local, options.local) for k in options.neighbors
         )
         widths = [options.local] * len(options.radii) + [geometry_dim]
         widths += [options.context_dim] if options.context_dim else []
@@ -144,13 +144,13 @@ class GeoTransolver(nn.Module):
 
         Communication: that of `ball_query`, for each radius.
         """
-        centres = geometry[:, : pos.shape[1]].detach()
-        pairs = zip(self.options.radii, self.options.neighbours, strict=True)
-        return [ball_query(centres, pos.detach(), r, k) for r, k in pairs]
+        centers = geometry[:, : pos.shape[1]].detach()
+        pairs = zip(self.options.radii, self.options.neighbors, strict=True)
+        return [ball_query(centers, pos.detach(), r, k) for r, k in pairs]
 
     def _local(self, i: int, graph: ShardGraph, pos: Tensor, geometry: Tensor) -> Tensor:
         """(N, local) what rows learn from the balls of one radius."""
-        k, width = self.options.neighbours[i], pos.shape[1]
+        k, width = self.options.neighbors[i], pos.shape[1]
         rows, mask = grouped(geometry, graph, k)
         away = (rows[..., :width] - pos[:, None]) / self.options.radii[i]
         seen = torch.cat([away, rows[..., width:]], -1) * mask[..., None]
@@ -197,14 +197,14 @@ class SliceTokens(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         rows, sharding = batch_of(x, self.dim)
-        if not as_built(self):
-            sums = merged(sharding.domain, self._by_modules(x))
+        if not is_unmodified(self):
+            sums = reduce_tokens(sharding.domain, self._by_modules(x))
             return means(sums, 1e-5, rows.dtype)
         run = Run.of(sharding, self.tile, False, False)
         modules = (self.in_project_x, self.in_project_fx, self.in_project_slice)
         tensors = [p for module in modules for p in module.parameters()]
         piece = Piece(_sums, (*tensors, self.temperature.view(-1, 1)))
-        sums = merged(sharding.domain, by_rows(piece, run, rows, summed=True))
+        sums = reduce_tokens(sharding.domain, by_rows(piece, run, rows, summed=True))
         return means(sums, 1e-5, rows.dtype)
 
     def _by_modules(self, x: Tensor) -> Tensor:

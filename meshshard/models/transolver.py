@@ -10,16 +10,16 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from meshshard.errors import MeshshardError
-from meshshard.models._names import from_physicsnemo, sizes_of, to_physicsnemo
+from meshshard.models._checkpoints import from_physicsnemo, sizes_of, to_physicsnemo
 from meshshard.nn import CrossSliceAttention, SliceAttention
-from meshshard.nn._built import as_built
-from meshshard.nn._evaluated import evaluated
+from meshshard.nn._eval_mode import evaluated
+from meshshard.nn._unmodified import is_unmodified
 from meshshard.nn.slices._layer import Layer, Piece, Run
 from meshshard.nn.slices._passes import apply, by_rows, infer
 from meshshard.nn.slices._stages import Noise
 from meshshard.nn.slices.slice_attention import batch_of, tile_of, with_rows
 from meshshard.tensor import Sharding
-from meshshard.tensor.core import uncompiled
+from meshshard.tensor.shard_tensor import uncompiled
 
 __all__ = ["MLP", "Block", "Transolver", "TransolverOptions", "start"]
 
@@ -309,4 +309,4 @@ def start(module: nn.Module) -> None:
 
 def _as_built(module: nn.Module) -> bool:
     """Whether nothing inside was replaced or hooked, so that functions may stand for modules."""
-    return as_built(module, (MLP, SliceAttention, CrossSliceAttention))
+    return is_unmodified(module, (MLP, SliceAttention, CrossSliceAttention))

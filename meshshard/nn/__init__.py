@@ -7,7 +7,7 @@ from meshshard.nn.attention import Bottleneck
 from meshshard.nn.conv import (
     Consistency,
     ConvCheck,
-    Deepened,
+    DeepHalo,
     check_consistency,
     check_conv,
     convert,
@@ -44,7 +44,7 @@ __all__ = [
     "Consistency",
     "ConvCheck",
     "CrossSliceAttention",
-    "Deepened",
+    "DeepHalo",
     "Level",
     "MeshBlock",
     "SliceAttention",

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.tensor import Sharding
-from meshshard.tensor.align import own_rows, rows_of
-from meshshard.tensor.reductions import wide
-from meshshard.tensor.tokens import merged
+from meshshard.tensor.align import own_rows, unwrap_rows
+from meshshard.tensor.rules.reductions import wide
+from meshshard.tensor.tokens import reduce_tokens
 
 __all__ = [
     "AttentionPool", "attention_pool", "global_add_pool", "global_max_pool", "global_mean_pool",
@@ -39,7 +39,7 @@ def global_add_pool(x: Tensor, batch: Tensor | None = None, size: int | None = N
     Communication: one all-reduce of the result forward and backward; one more for `size`, if it is
     not given.
     """
-    rows, sharding = rows_of(x)
+    rows, sharding = unwrap_rows(x)
     sums = _sums(rows, *_samples(rows, sharding, batch, size))
     return sharding.domain.all_reduce(sums).to(x.dtype)
 
@@ -49,7 +49,7 @@ def global_mean_pool(x: Tensor, batch: Tensor | None = None, size: int | None = 
 
     Communication: one all-reduce of (size, … and one) forward and backward, as there for `size`.
     """
-    rows, sharding = rows_of(x)
+    rows, sharding = unwrap_rows(x)
     flat = rows.reshape(len(rows), rows.shape[1:].numel())
     sample, size = _samples(rows, sharding, batch, size)
     sums = _sums(flat, sample, size)
@@ -68,7 +68,7 @@ def global_max_pool(x: Tensor, batch: Tensor | None = None, size: int | None = N
     Communication: one all-reduce of maxima and one of (size, 2, …) forward, one backward, as in
     `global_add_pool` for `size`.
     """
-    rows, sharding = rows_of(x)
+    rows, sharding = unwrap_rows(x)
     sample, size = _samples(rows, sharding, batch, size)
     top = _tops(rows.detach(), sample, size, sharding.domain)
     hit = rows == top[sample]
@@ -103,8 +103,8 @@ def attention_pool(
 
     Li et al., Graph Matching Networks (2019); PyG's AttentionalAggregation.
     """
-    rows, sharding = rows_of(x)
-    gates, other = rows_of(scores)
+    rows, sharding = unwrap_rows(x)
+    gates, other = unwrap_rows(scores)
     if other != sharding or gates.ndim != 2 or rows.ndim != 2 or rows.shape[1] % gates.shape[1]:
         raise MeshshardError(
             f"attention_pool: scores {tuple(scores.shape)} for rows {tuple(x.shape)}: "
@@ -116,7 +116,7 @@ def attention_pool(
     weights = torch.exp(gates - top[sample])[..., None]
     parts = rows.reshape(len(rows), heads, rows.shape[1] // heads)
     sums = _sums(torch.cat([weights * parts, weights], -1), sample, size)
-    sums = merged(sharding.domain, sums, top)
+    sums = reduce_tokens(sharding.domain, sums, top)
     below = torch.where(sums[..., -1:] > 0, sums[..., -1:], 1.0)
     return (sums[..., :-1] / below).to(x.dtype).reshape(size, rows.shape[1])
 
@@ -147,7 +147,7 @@ def _samples(rows: Tensor, sharding: Sharding, batch: Any, size: int | None) -> 
     """Sample of own rows, and how many samples there are."""
     if batch is None:
         return rows.new_zeros(len(rows), dtype=torch.int64), 1 if size is None else size
-    sample, other = rows_of(batch)
+    sample, other = unwrap_rows(batch)
     if type(batch) is Tensor and len(batch) == sharding.total:
         sample, other = own_rows(batch, sharding, 0), sharding
     if other != sharding:

@@ -4,28 +4,12 @@ Rules are plain functions in tables, one file a family. A function without a rul
 name; `shard_rule` adds one.
 """
 
-from meshshard.tensor import (
-    along,
-    attention,
-    attributes,
-    core,
-    grids,
-    groups,
-    indexing,
-    losses,
-    norms,
-    optimizers,
-    pointwise,
-    products,
-    random,
-    recurrent,
-    reductions,
-    views,
-)
-from meshshard.tensor.build import shard
-from meshshard.tensor.core import NoShardRule, Sharding, ShardTensor, shard_rule
-from meshshard.tensor.graph import ShardGraph
-from meshshard.tensor.modules import by_own_rows
+from meshshard.tensor import shard_tensor
+from meshshard.tensor.from_whole import shard
+from meshshard.tensor.own_rows import by_own_rows
+from meshshard.tensor.rules import FAMILIES
+from meshshard.tensor.shard_graph import ShardGraph
+from meshshard.tensor.shard_tensor import NoShardRule, Sharding, ShardTensor, shard_rule
 
 __all__ = [
     "FAMILIES",
@@ -38,22 +22,5 @@ __all__ = [
     "shard_rule",
 ]
 
-FAMILIES = {
-    "pointwise": pointwise.RULES,
-    "reductions": reductions.RULES,
-    "along": along.RULES,
-    "products": products.RULES,
-    "views": views.RULES,
-    "indexing": indexing.RULES,
-    "attention": attention.RULES,
-    "groups": groups.RULES,
-    "norms": norms.RULES,
-    "losses": losses.RULES,
-    "random": random.RULES,
-    "grids": grids.RULES,
-    "recurrent": recurrent.RULES,
-    "optimizers": optimizers.RULES,
-    "attributes": attributes.RULES,
-}
 for _family in FAMILIES.values():
-    core.RULES.update(_family)
+    shard_tensor.RULES.update(_family)

@@ -9,12 +9,20 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
-from meshshard.tensor.core import Sharding, ShardTensor, dim_of, refuse, sharded
+from meshshard.tensor.shard_tensor import Sharding, ShardTensor, dim_of, refuse, sharded
 
-__all__ = ["aligned", "alike", "dim_of", "global_shape", "own_rows", "rows_of", "shape_of"]
+__all__ = [
+    "align_broadcast",
+    "dim_of",
+    "global_shape",
+    "own_rows",
+    "require_same_sharding",
+    "shape_of",
+    "unwrap_rows",
+]
 
 
-def alike(func: Any, args: Any, kwargs: Any = None) -> ShardTensor:
+def require_same_sharding(func: Any, args: Any, kwargs: Any = None) -> ShardTensor:
     """The first sharded argument, once all have its sharding.
 
     Raises:
@@ -33,7 +41,7 @@ def alike(func: Any, args: Any, kwargs: Any = None) -> ShardTensor:
     return first
 
 
-def aligned(func: Any, args: Any) -> tuple[list[Any], ShardTensor, int]:
+def align_broadcast(func: Any, args: Any) -> tuple[list[Any], ShardTensor, int]:
     """Arguments of a broadcasting operation, plain tensors cut to own rows where they have all.
 
     Returns:
@@ -42,7 +50,7 @@ def aligned(func: Any, args: Any) -> tuple[list[Any], ShardTensor, int]:
     Raises:
         NoShardRule: shardings, or dims, do not match.
     """
-    first = alike(func, args)
+    first = require_same_sharding(func, args)
     sharding = first._sharding
     back = native_ndim(first) - first._dim
     out = list(args)
@@ -66,7 +74,7 @@ def own_rows(x: Tensor, sharding: Sharding, dim: int) -> Tensor:
     return x.narrow(dim, sharding.first, sharding.own)
 
 
-def rows_of(x: Any) -> tuple[Tensor, Sharding]:
+def unwrap_rows(x: Any) -> tuple[Tensor, Sharding]:
     """Own rows and how rows are divided; those of a plain tensor are all on one rank.
 
     Raises:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 
-__all__ = ["merged", "merged_in_order"]
+__all__ = ["reduce_tokens", "reduce_tokens_in_order"]
 
 
-def merged(domain: Domain, sums: Tensor, top: Tensor | None = None) -> Tensor:
+def reduce_tokens(domain: Domain, sums: Tensor, top: Tensor | None = None) -> Tensor:
     """Partial sums of own rows to those of all rows, replicated.
 
     Args:
@@ -39,7 +39,7 @@ def merged(domain: Domain, sums: Tensor, top: Tensor | None = None) -> Tensor:
     return domain.all_reduce(sums)
 
 
-def merged_in_order(domain: Domain, sums: Tensor, shards: Sequence[int]) -> Tensor:
+def reduce_tokens_in_order(domain: Domain, sums: Tensor, shards: Sequence[int]) -> Tensor:
     """The same, shard by shard in their order, so with the same bits on any number of ranks.
 
     Args:

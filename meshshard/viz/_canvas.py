@@ -110,7 +110,7 @@ def plotter(size: tuple[int, int], *, flat: bool = False, hidden: bool = False) 
 
     Args:
         size: width and height in pixels.
-        flat: colours exactly as given, without light and without smoothing of edges.
+        flat: colors exactly as given, without light and without smoothing of edges.
         hidden: off screen in any case.
     """
     window = check_rendering()
@@ -287,8 +287,8 @@ def legend_columns(entries: list[str], size: tuple[int, int]) -> tuple[int, floa
     return columns, min(0.6, columns * (40 + 8.2 * widest) / size[0] + 0.015)
 
 
-def add_legend(made: Any, heading: str, entries: list[str], colours: Array) -> None:
-    """A heading, and boxes of colour with their texts in columns at the right."""
+def add_legend(made: Any, heading: str, entries: list[str], colors: Array) -> None:
+    """A heading, and boxes of color with their texts in columns at the right."""
     width, height = made.window_size
     columns, share = legend_columns(entries, (width, height))
     rows = -(-len(entries) // max(columns, 1))
@@ -306,13 +306,13 @@ def add_legend(made: Any, heading: str, entries: list[str], colours: Array) -> N
     paper = [[(left - 12, 0), (width, 0), (width, height), (left - 12, height)]]
     white = np.full((1, 3), 255, np.uint8)
     size = np.array([width, height])
-    _boxes(made, np.concatenate([paper, boxes]) / size, np.concatenate([white, colours]))
+    _boxes(made, np.concatenate([paper, boxes]) / size, np.concatenate([white, colors]))
     _text(made, heading, (left / width, (first + 0.5 * step) / height), 14, middle=True)
     for entry, at in zip(entries, np.stack([x + 27, y], 1) / size, strict=True):
         _text(made, entry, (at[0], at[1]), 14, middle=True)
 
 
-def _boxes(made: Any, corners: Array, colours: Array) -> None:
+def _boxes(made: Any, corners: Array, colors: Array) -> None:
     """Filled quads in the plane of the window; corners (n, 4, 2) in shares of it."""
     import pyvista
     from vtkmodules.vtkRenderingCore import vtkActor2D, vtkCoordinate, vtkPolyDataMapper2D
@@ -321,7 +321,7 @@ def _boxes(made: Any, corners: Array, colours: Array) -> None:
     points = np.concatenate([corners.reshape(-1, 2), np.zeros((4 * n, 1))], axis=1)
     quads = np.insert(np.arange(4 * n).reshape(n, 4), 0, 4, axis=1)
     boxes = pyvista.PolyData(points, quads.ravel())
-    boxes.cell_data["rgb"] = colours
+    boxes.cell_data["rgb"] = colors
     boxes.cell_data.active_scalars_name = "rgb"
     mapper = vtkPolyDataMapper2D()
     mapper.SetInputData(boxes)
@@ -360,6 +360,6 @@ def add_solid_labels(made: Any, texts: list[str], places: Array, view: View) -> 
         letters = pyvista.Text3D(text, depth=0.0, height=height, center=(0.0, 0.0, 0.0))
         width = float(np.ptp(letters.points[:, 0])) + 0.6 * height
         plate = pyvista.Plane(i_size=width, j_size=1.5 * height, i_resolution=1, j_resolution=1)
-        for shape, colour, lift in ((plate, "white", 0.9), (letters, INK, 1.0)):
+        for shape, color, lift in ((plate, "white", 0.9), (letters, INK, 1.0)):
             shape.points = shape.points @ view.axes + place + lift * height * view.axes[2]
-            made.add_mesh(shape, color=colour, lighting=False, reset_camera=False)
+            made.add_mesh(shape, color=color, lighting=False, reset_camera=False)

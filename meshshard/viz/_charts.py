@@ -56,12 +56,12 @@ def plot_bars(what: Drawable, *, labels: Array | None = None) -> Svg:
     parts = [_text(14, 24, f"Rows of each shard ({subject.entity})", 16, INK, "bold")]
     parts += [_text(14, 44, "solid: owned   pale: halo, copies of rows that others own", 12, SOFT)]
     for p, (n, h) in enumerate(zip(owned.tolist(), halo.tolist(), strict=True)):
-        y, colour = top + p * step, _hex(subject.colours[p])
+        y, color = top + p * step, _hex(subject.colors[p])
         bar = step - max(3, step // 5)
         parts += [
             _text(left - 8, y + bar / 2, str(p), min(13, bar), INK, "end middle"),
-            _box(left, y, n * scale, bar, colour),
-            _box(left + n * scale, y, h * scale, bar, colour, 0.4),
+            _box(left, y, n * scale, bar, color),
+            _box(left + n * scale, y, h * scale, bar, color, 0.4),
             _text(
                 left + (n + h) * scale + 8,
                 y + bar / 2,
@@ -80,7 +80,7 @@ def plot_bars(what: Drawable, *, labels: Array | None = None) -> Svg:
             1.0,
             "stroke-dasharray='4 3'",
         ),
-        _text(mean, bottom + 20, f"mean of owned {owned.mean():,.1f}", 12, SOFT, "centre"),
+        _text(mean, bottom + 20, f"mean of owned {owned.mean():,.1f}", 12, SOFT, "center"),
     ]
     return _document(width, height, parts)
 
@@ -116,15 +116,15 @@ def plot_rank_graph(what: Drawable, *, labels: Array | None = None) -> Svg:
         middles = place[links].mean(axis=1)
         parts += [_number(at, f"{n:,}") for at, n in zip(middles, rows, strict=True)]
     for p in range(subject.k):
-        parts.append(_disc(place[p], max(radius[p], 3), _hex(subject.colours[p])))
+        parts.append(_disc(place[p], max(radius[p], 3), _hex(subject.colors[p])))
         size = float(np.clip(radius[p] * 0.75, 8, 17))
         x, y = place[p].tolist()
-        parts.append(_text(x, y, str(p), size, INK, "bold centre middle"))
+        parts.append(_text(x, y, str(p), size, INK, "bold center middle"))
     return _document(width, height, parts)
 
 
 def _layout(subject: Subject, both: Array) -> Array:
-    """(k, 2) places in the unit square, y down: the shards' centres, pushed apart."""
+    """(k, 2) places in the unit square, y down: the shards' centers, pushed apart."""
     k = subject.k
     angle = 2 * np.pi * np.arange(k) / max(k, 1)
     place = np.stack([np.cos(angle), np.sin(angle)], 1)
@@ -145,11 +145,11 @@ def _layout(subject: Subject, both: Array) -> Array:
 
 
 def _flattened(subject: Subject) -> Array:
-    """(k, 2) centres of the shards seen from the front, above and aside, or straight on."""
+    """(k, 2) centers of the shards seen from the front, above and aside, or straight on."""
     from meshshard.viz._canvas import axes_towards, direction_on
 
     right, up, _ = axes_towards(direction_on(subject.solid.points))
-    return np.stack([subject.centres @ right, -(subject.centres @ up)], axis=1)
+    return np.stack([subject.centers @ right, -(subject.centers @ up)], axis=1)
 
 
 def _unit(place: Array) -> Array:
@@ -167,36 +167,36 @@ def _document(width: float, height: float, parts: Sequence[str]) -> Svg:
     )
 
 
-def _text(x: float, y: float, text: str, size: float, colour: str = INK, how: str = "") -> str:
-    """Words at a place; `how` may name bold, end, centre (of x) and middle (of y)."""
-    anchor = "end" if "end" in how else "middle" if "centre" in how else "start"
+def _text(x: float, y: float, text: str, size: float, color: str = INK, how: str = "") -> str:
+    """Words at a place; `how` may name bold, end, center (of x) and middle (of y)."""
+    anchor = "end" if "end" in how else "middle" if "center" in how else "start"
     weight = " font-weight='bold'" if "bold" in how else ""
     shift = " dy='.35em'" if "middle" in how else ""
     return (
-        f"<text x='{x:.1f}' y='{y:.1f}'{shift} font-size='{size:g}' fill='{colour}' "
+        f"<text x='{x:.1f}' y='{y:.1f}'{shift} font-size='{size:g}' fill='{color}' "
         f"text-anchor='{anchor}'{weight} xml:space='preserve'>{escape(text)}</text>"
     )
 
 
-def _box(x: float, y: float, width: float, height: float, colour: str, opacity: float = 1.0) -> str:
+def _box(x: float, y: float, width: float, height: float, color: str, opacity: float = 1.0) -> str:
     return (
         f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' "
-        f"fill='{colour}' fill-opacity='{opacity}'/>"
+        f"fill='{color}' fill-opacity='{opacity}'/>"
     )
 
 
 def _line(
-    a: Sequence[float] | Array, b: Sequence[float] | Array, colour: str, width: float, how: str = ""
+    a: Sequence[float] | Array, b: Sequence[float] | Array, color: str, width: float, how: str = ""
 ) -> str:
     return (
         f"<line x1='{a[0]:.1f}' y1='{a[1]:.1f}' x2='{b[0]:.1f}' y2='{b[1]:.1f}' "
-        f"stroke='{colour}' stroke-width='{width:.1f}' {how}/>"
+        f"stroke='{color}' stroke-width='{width:.1f}' {how}/>"
     )
 
 
-def _disc(place: Array, radius: float, colour: str) -> str:
+def _disc(place: Array, radius: float, color: str) -> str:
     return (
-        f"<circle cx='{place[0]:.1f}' cy='{place[1]:.1f}' r='{radius:.1f}' fill='{colour}' "
+        f"<circle cx='{place[0]:.1f}' cy='{place[1]:.1f}' r='{radius:.1f}' fill='{color}' "
         f"stroke='{INK}' stroke-width='1'/>"
     )
 
@@ -205,8 +205,8 @@ def _number(place: Array, text: str) -> str:
     """A number on a line, on white."""
     width = 6.4 * len(text) + 6
     paper = _box(place[0] - width / 2, place[1] - 8, width, 16, "white", 0.85)
-    return paper + _text(place[0], place[1], text, 11, INK, "centre middle")
+    return paper + _text(place[0], place[1], text, 11, INK, "center middle")
 
 
-def _hex(colour: Array) -> str:
-    return "#{:02x}{:02x}{:02x}".format(*colour.tolist())
+def _hex(color: Array) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*color.tolist())

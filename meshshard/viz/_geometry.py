@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshshard._ragged import ranges
-from meshshard.assembly import extract
-from meshshard.cells import TRIANGLE
-from meshshard.facets import facets, match
 from meshshard.mesh import Array, Mesh
+from meshshard.mesh.cells import TRIANGLE
+from meshshard.mesh.facets import facets, match
+from meshshard.mesh.ragged import ranges
+from meshshard.mesh.submesh import extract
 
 __all__ = ["Drawing", "coarsened", "cut_lines", "drawing_of", "hull", "kept_by_clip"]
 

@@ -1,6 +1,6 @@
 """Numbers: where on a shard its number is read best: deepest inside the part of it that is seen.
 
-The scene is drawn once more with a plain colour for each shard; what is hidden does not count.
+The scene is drawn once more with a plain color for each shard; what is hidden does not count.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def numbers(seen: Drawing, look: View, size: tuple[int, int]) -> tuple[list[str]
     """Texts and places of each shard's number."""
     spots = _spots(seen, look, size)
     pixels = np.array([[*spot, 0.0] for spot in spots.values()]).reshape(-1, 3)
-    centres = seen.mesh.positions("cells" if seen.mesh.n_cells else "points") + seen.mesh.offset
-    at = look.pixels(centres, size)
+    centers = seen.mesh.positions("cells" if seen.mesh.n_cells else "points") + seen.mesh.offset
+    at = look.pixels(centers, size)
     for i, shard in enumerate(spots):
         mine = at[seen.shard == shard]
         near = np.argsort(np.hypot(*(mine[:, :2] - pixels[i, :2]).T))[:5]
@@ -55,11 +55,11 @@ def _number_image(seen: Drawing, look: View, size: tuple[int, int]) -> Array:
 
     shown = to_pyvista(seen.mesh)
     code = seen.shard + 1
-    shown["colour"] = np.stack([code >> 16, code >> 8 & 255, code & 255], 1).astype(np.uint8)
+    shown["color"] = np.stack([code >> 16, code >> 8 & 255, code & 255], 1).astype(np.uint8)
     made = plotter(size, flat=True, hidden=True)
     made.set_background("black")
     made.add_mesh(
-        shown, scalars="colour", rgb=True, lighting=False, point_size=point_size(len(seen))
+        shown, scalars="color", rgb=True, lighting=False, point_size=point_size(len(seen))
     )
     look.place(made)
     picture = made.screenshot(return_img=True).astype(np.int64)

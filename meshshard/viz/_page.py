@@ -28,15 +28,15 @@ STYLE = """
 """
 
 
-def write_page(made: Any, path: Path, lines: list[str], legend: list[str], colours: Array) -> None:
+def write_page(made: Any, path: Path, lines: list[str], legend: list[str], colors: Array) -> None:
     """Write a plotter's scene as a page that needs no other file and no network.
 
     Args:
         made: the plotter; it is closed.
         path: of the file.
         lines: a title, then notes.
-        legend: a heading, then a text for each colour; no legend where there is none.
-        colours: (n, 3) uint8.
+        legend: a heading, then a text for each color; no legend where there is none.
+        colors: (n, 3) uint8.
 
     Raises:
         RenderError: the package that writes it is missing.
@@ -45,7 +45,7 @@ def write_page(made: Any, path: Path, lines: list[str], legend: list[str], colou
     made.close()
     title = escape(lines[0])
     notes = "".join(f"<br>{escape(note)}" for note in lines[1:])
-    over = f'<div class="over title"><b>{title}</b>{notes}</div>{_legend(legend, colours)}'
+    over = f'<div class="over title"><b>{title}</b>{notes}</div>{_legend(legend, colors)}'
     head, tag, tail = scene.rpartition("</body>")
     head = re.sub("<title>.*?</title>", lambda _: f"<title>{title}</title>", head, count=1)
     page = f'{head}<style>{STYLE}</style><div class="content"></div>{over}{tag}{tail}'
@@ -88,9 +88,9 @@ def _viewer(made: Any) -> str:
     return page.getvalue()
 
 
-def _legend(texts: list[str], colours: Array) -> str:
+def _legend(texts: list[str], colors: Array) -> str:
     rows = "".join(
         f'<div><i style="background: rgb({r}, {g}, {b})"></i>{escape(text)}</div>'
-        for text, (r, g, b) in zip(texts[1:], colours.tolist(), strict=False)
+        for text, (r, g, b) in zip(texts[1:], colors.tolist(), strict=False)
     )
     return f'<div class="over legend">{escape(texts[0])}{rows}</div>' if rows else ""

@@ -28,10 +28,10 @@ class Style:
             whole cells are kept. "auto" takes the near half off solids, "" nothing.
         lines: the edges along which shards meet.
         numbers: each shard's number on the part of it that is seen.
-        legend: colours with their shards.
+        legend: colors with their shards.
         halos: in an exploded view, each shard's halo beside it, translucent.
         off_screen: never a window, so that `.screenshot()` needs no `.show()` before it.
-        flat: colours exactly as in the legend, without light.
+        flat: colors exactly as in the legend, without light.
         most: cells (or points) above which a coarser mesh is drawn.
     """
 
@@ -138,4 +138,4 @@ def _shifts(subject: Subject, explode: float) -> Array:
     """(k, 3) how far each shard is moved."""
     places = subject.solid.points
     middle = (places.min(axis=0) + places.max(axis=0)) / 2
-    return np.asarray(np.nan_to_num(explode * (subject.centres - middle)))
+    return np.asarray(np.nan_to_num(explode * (subject.centers - middle)))

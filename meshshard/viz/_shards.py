@@ -33,7 +33,7 @@ from meshshard.viz._subject import Drawable, Subject, subject_of
 __all__ = ["Style", "plot_shards", "view"]
 
 MOST = 132  # shards above which a picture has no legend
-COLOURS = "viridis"  # of fields
+COLORS = "viridis"  # of fields
 MANY = 24  # shards above which the legend gives numbers only
 
 
@@ -46,18 +46,18 @@ def plot_shards(
     halo: int | None = None,
     style: Style | None = None,
 ) -> Any:
-    """Draw a cut mesh: a colour and a number for every shard, lines where they meet.
+    """Draw a cut mesh: a color and a number for every shard, lines where they meet.
 
     Surfaces are drawn as they are, solids as their outer surface, clouds as points. Shards that
-    exchange rows have colours that differ strongly. A mesh of more than `style.most` cells is
+    exchange rows have colors that differ strongly. A mesh of more than `style.most` cells is
     drawn coarser, and the picture says so.
 
     Args:
         what: a partition, an open folder, the path of a folder, or a mesh with labels.
         labels: (n,) shard of every cell (or point) of a mesh.
-        field: colour by this field instead of by shard; of a vector its length.
+        field: color by this field instead of by shard; of a vector its length.
         explode: move shards away from the middle: 0.5 by half of their distance to it. Each
-            then has its halo beside it, translucent, in the colours of its owners.
+            then has its halo beside it, translucent, in the colors of its owners.
         halo: show one shard and its halo rows, translucent, the others as a shadow.
         style: everything else.
 
@@ -80,7 +80,7 @@ def _picture(scene: Scene, field: str | None) -> Any:
     look = _look(scene, seen, (right, 0.09))
     look.place(made)
     if entries:
-        add_legend(made, _heading(subject), entries, subject.colours)
+        add_legend(made, _heading(subject), entries, subject.colors)
     if style.numbers:
         add_labels(made, *numbers(_numbered(scene, seen), look, scene.style.size))
     add_title(made, _title(subject), _notes(scene, field))
@@ -100,24 +100,24 @@ def _page(scene: Scene, field: str | None, path: Path) -> None:
     add_solid_labels(made, *numbers(_numbered(scene, seen), look, scene.style.size), look)
     lines = [_title(subject), *_notes(scene, field)]
     if field is None:
-        legend, colours = [_heading(subject), *_entries(subject)], subject.colours
+        legend, colors = [_heading(subject), *_entries(subject)], subject.colors
     else:
-        legend, colours = _scale(_values(subject, field)[seen.rows], field)
-    write_page(made, path, lines, legend, colours)
+        legend, colors = _scale(_values(subject, field)[seen.rows], field)
+    write_page(made, path, lines, legend, colors)
 
 
 def _scale(values: Array, field: str) -> tuple[list[str], Array]:
-    """Steps of a field's colours, largest first, for a page."""
+    """Steps of a field's colors, largest first, for a page."""
     import pyvista
 
     low, high = _range(values)
     steps = np.linspace(1, 0, 9)
-    colours = pyvista.LookupTable(COLOURS, n_values=256).values[np.round(steps * 255).astype(int)]
-    return [field, *(f"{low + s * (high - low):.4g}" for s in steps)], colours[:, :3]
+    colors = pyvista.LookupTable(COLORS, n_values=256).values[np.round(steps * 255).astype(int)]
+    return [field, *(f"{low + s * (high - low):.4g}" for s in steps)], colors[:, :3]
 
 
 def _range(values: Array) -> tuple[float, float]:
-    """What the colours span: all but the last hundredth at either end."""
+    """What the colors span: all but the last hundredth at either end."""
     known = values[np.isfinite(values)]
     low, high = np.percentile(known, [1, 99]) if len(known) else (0.0, 1.0)
     return float(low), float(high)
@@ -131,7 +131,7 @@ def _look(scene: Scene, seen: Drawing, margins: tuple[float, float]) -> View:
         middle = (places.min(axis=0) + places.max(axis=0)) / 2
         if style.direction is None:
             direction = np.where(
-                subject.centres[scene.halo] < middle, -np.abs(direction), np.abs(direction)
+                subject.centers[scene.halo] < middle, -np.abs(direction), np.abs(direction)
             )
         rows = np.append(np.flatnonzero(subject.labels == scene.halo), subject.halos[scene.halo])
         places = subject.positions[rows] + scene.shift[scene.halo]
@@ -168,7 +168,7 @@ def _notes(scene: Scene, field: str | None) -> list[str]:
     """What a picture says below its title."""
     notes = list(scene.notes)
     if field is not None:
-        notes.append(f"colour: {field}")
+        notes.append(f"color: {field}")
     if scene.halo is not None:
         n = len(scene.subject.halos[scene.halo])
         notes.append(
@@ -210,11 +210,11 @@ def _add_body(made: Any, scene: Scene, seen: Drawing, field: str | None) -> None
         bar = {"title": " ", "vertical": True, "n_labels": 5, "fmt": "%.4g", "color": "black"}
         bar |= {"position_x": 0.9, "position_y": 0.2, "height": 0.6, "width": 0.05}
         made.add_mesh(
-            shown, scalars="value", cmap=COLOURS, clim=clim, scalar_bar_args=bar, **options
+            shown, scalars="value", cmap=COLORS, clim=clim, scalar_bar_args=bar, **options
         )
         return
-    shown["colour"] = subject.colours[seen.shard]
-    made.add_mesh(shown, scalars="colour", rgb=True, **options)
+    shown["color"] = subject.colors[seen.shard]
+    made.add_mesh(shown, scalars="color", rgb=True, **options)
 
 
 def _values(subject: Subject, field: str) -> Array:
@@ -240,7 +240,7 @@ def _add_shadow(made: Any, scene: Scene, seen: Drawing) -> None:
     size = 0.6 * point_size(len(scene.body))
     made.add_mesh(
         to_pyvista(seen.mesh),
-        color="grey",
+        color="gray",
         opacity=(0.4, 0.4, 0.12, 0.03)[scene.subject.solid.dim],
         point_size=size,
         reset_camera=False,
@@ -258,10 +258,10 @@ def _add_halo(made: Any, scene: Scene, shard: int) -> None:
     shape = drawing_of(cloud, rows, np.zeros(len(rows), np.int64))
     shape = replace(shape, shard=np.full(len(shape), shard)).moved(scene.shift)
     shown = to_pyvista(shape.mesh)
-    shown["colour"] = subject.colours[subject.labels[shape.rows]]
+    shown["color"] = subject.colors[subject.labels[shape.rows]]
     made.add_mesh(
         shown,
-        scalars="colour",
+        scalars="color",
         rgb=True,
         opacity=0.4,
         render_points_as_spheres=not cloud.n_cells,
@@ -272,7 +272,7 @@ def _add_halo(made: Any, scene: Scene, shard: int) -> None:
 
 
 def _light(style: Style) -> dict[str, Any]:
-    """Enough shade to see the shape, little enough to tell the colours."""
+    """Enough shade to see the shape, little enough to tell the colors."""
     if style.flat:
         return {"lighting": False}
     return {"lighting": True, "ambient": 0.45, "diffuse": 0.62, "specular": 0.0}
@@ -315,7 +315,7 @@ def view(
         html: write a scene to be turned in a browser: one file that needs no other and no network.
         show: open a window.
         explode: move shards away from the middle, see `plot_shards`.
-        field: colour by this field.
+        field: color by this field.
 
     Returns:
         The files that were written.

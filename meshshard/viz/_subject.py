@@ -11,11 +11,11 @@ from typing import TypeAlias
 import numpy as np
 
 from meshshard.errors import RenderError, StoreError
-from meshshard.inspection import weld
 from meshshard.mesh import Array, Mesh
-from meshshard.partitions import Partition, partition
+from meshshard.mesh.inspection import weld
+from meshshard.partitioning.partition import Partition, partition
 from meshshard.store import Folder, load
-from meshshard.viz._colours import shard_colours
+from meshshard.viz._colors import shard_colors
 
 __all__ = ["Drawable", "Subject", "subject_of"]
 
@@ -53,9 +53,9 @@ class Subject:
         return np.bincount(self.labels, minlength=self.k)
 
     @cached_property
-    def colours(self) -> Array:
+    def colors(self) -> Array:
         """(k, 3) uint8, the same in every picture of this cut."""
-        return shard_colours(self.k, self.traffic)
+        return shard_colors(self.k, self.traffic)
 
     @cached_property
     def positions(self) -> Array:
@@ -64,7 +64,7 @@ class Subject:
         return mesh.positions("cells" if self.entity == "cells" else "points") + mesh.offset
 
     @cached_property
-    def centres(self) -> Array:
+    def centers(self) -> Array:
         """(k, 3) mean place of each shard's entities; NaN for empty shards."""
         total = np.stack(
             [np.bincount(self.labels, weights=c, minlength=self.k) for c in self.positions.T], 1

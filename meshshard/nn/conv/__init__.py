@@ -2,6 +2,6 @@
 
 from meshshard.nn.conv.checks import Consistency, ConvCheck, check_consistency, check_conv
 from meshshard.nn.conv.convert import convert
-from meshshard.nn.conv.deep import Deepened
+from meshshard.nn.conv.deep_halo import DeepHalo
 
-__all__ = ["Consistency", "ConvCheck", "Deepened", "check_consistency", "check_conv", "convert"]
+__all__ = ["Consistency", "ConvCheck", "DeepHalo", "check_consistency", "check_conv", "convert"]

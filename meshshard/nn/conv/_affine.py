@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshshard.comm import linear
 from meshshard.nn.graph._sparse import Spread, Total, largest
-from meshshard.nn.graph.aggregate import NeighbourSum
+from meshshard.nn.graph.aggregate import NeighborSum
 
 __all__ = ["affine"]
 
@@ -23,7 +23,7 @@ FEW = 64  # rows: products of very few are rounded in another order
 
 
 def affine(
-    op: NeighbourSum | Total,
+    op: NeighborSum | Total,
     x: Tensor,
     weight: Tensor,
     bias: Any = None,
@@ -103,7 +103,7 @@ def _again(ctx: Any, grad: Tensor) -> Iterator[Any]:
 
 
 def _from_sums(
-    op: NeighbourSum, x: Tensor, weight: Tensor, grad: Tensor, to_x: Tensor, to_weight: Tensor
+    op: NeighborSum, x: Tensor, weight: Tensor, grad: Tensor, to_x: Tensor, to_weight: Tensor
 ) -> Iterator[slice]:
     """Rows of the transpose, multiplied while cached; which of them are there."""
     for where, rows in op.adjoint().parts(grad):

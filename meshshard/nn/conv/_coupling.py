@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from meshshard.nn.conv._inside import Inside, Rule
-from meshshard.tensor.core import ShardTensor, name_of, refuse
+from meshshard.nn.conv._context import ConvContext, Rule
+from meshshard.tensor.shard_tensor import ShardTensor, name_of, refuse
 
 __all__ = ["COUPLING", "scattered"]
 
@@ -39,30 +39,30 @@ RECURRENT = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_re
 OVER_GRIDS = (F.conv1d, F.conv2d, F.instance_norm, F.group_norm)
 
 
-def _reduced(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _reduced(run: ConvContext, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     x = args[0] if args else kwargs.get("input")
-    if x is run.rings.edge_index and func is Tensor.max:
-        return x.new_tensor(run.rings.n_rows - 1)  # PyG asks so how many nodes there are
+    if x is run.hops.edge_index and func is Tensor.max:
+        return x.new_tensor(run.hops.n_rows - 1)  # PyG asks so how many nodes there are
     if not isinstance(x, Tensor) or type(x) is ShardTensor or not x.is_floating_point():
         return func(*args, **kwargs)
     whole = not [a for a in args[1:] if not isinstance(a, bool)] and "dim" not in kwargs
     if run.name == "ChebConv" and whole and func is Tensor.max:
-        return run.rings.graph.domain.all_reduce(func(x), "max")
+        return run.hops.graph.domain.all_reduce(func(x), "max")
     over = run.own and not isinstance(x, nn.Parameter) and _over_rows(func, x, args, kwargs)
     if over and run.kind(x.shape[0]):
         raise _refused(run, func, x)
     return func(*args, **kwargs)
 
 
-def _refused(run: Inside, func: Any, x: Tensor) -> Exception:
+def _refused(run: ConvContext, func: Any, x: Tensor) -> Exception:
     what = f"{name_of(func)} over {tuple(x.shape)} inside {run.name}"
     why = "it couples all rows, a convolution sees those near its own: do it outside"
     return refuse(what, (), None, why)
 
 
-def _product(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _product(run: ConvContext, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A product; refused where a user's contracts the rows."""
-    if run.own and len(run.rings.graph.indices) and not kwargs:
+    if run.own and len(run.hops.graph.indices) and not kwargs:
         for x in _contracted(func, args):
             if type(x) is Tensor and x.ndim <= 2 and run.kind(len(x)):
                 raise _refused(run, func, x)
@@ -94,7 +94,9 @@ def _over_rows(func: Any, x: Tensor, args: Any, kwargs: dict[str, Any]) -> bool:
     return any(isinstance(d, int) and d % x.ndim == 0 for d in every) or not every
 
 
-def scattered(run: Inside, func: Any, out: Any, index: Any, src: Any, how: str = "sum") -> None:
+def scattered(
+    run: ConvContext, func: Any, out: Any, index: Any, src: Any, how: str = "sum"
+) -> None:
     """Refuse what a user's convolution sums where it is not complete.
 
     Rows of nodes are some of all; edges that leave a node may end at rows without features, so
@@ -115,7 +117,9 @@ def scattered(run: Inside, func: Any, out: Any, index: Any, src: Any, how: str =
         raise refuse(what, (), None, why)
 
 
-def _scattered(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _scattered(
+    run: ConvContext, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
     names = ("input", "dim", "index", "source", "reduce")
     given = dict(zip(names, args, strict=False)) | kwargs
     src = given.get("source", given.get("src"))
@@ -123,13 +127,13 @@ def _scattered(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[st
     return func(*args, **kwargs)
 
 
-def _along(run: Inside, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _along(run: ConvContext, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """What goes along some dims; refused in a user's where rows lie there.
 
     A rank without edges has so few rows that their number tells nothing: the others refuse.
     """
     x, dims = _along_dims(func, args, kwargs)
-    telling = run.own and len(run.rings.graph.indices) and type(x) is Tensor
+    telling = run.own and len(run.hops.graph.indices) and type(x) is Tensor
     if telling and any(run.kind(x.shape[d]) == "rows" for d in dims if d < x.ndim):
         raise _refused(run, func, x)
     return func(*args, **kwargs)

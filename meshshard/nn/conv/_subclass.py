@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["is_changed", "reclass"]
+__all__ = ["is_changed", "swap_class"]
 
 Factory = Callable[[type[Any]], type[Any]]
 
 
-def reclass(module: nn.Module, factory: Factory) -> None:
+def swap_class(module: nn.Module, factory: Factory) -> None:
     """Make a module one of the class that the factory makes of its class; once only."""
     if not is_changed(module):
         module.__class__ = _made(factory, type(module))

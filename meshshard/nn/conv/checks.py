@@ -17,7 +17,7 @@ from meshshard.comm import Domain, simulate
 from meshshard.errors import MeshshardError
 from meshshard.nn.conv.convert import convert
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
-from meshshard.tensor.graph import starts
+from meshshard.tensor.shard_graph import offsets_of
 
 __all__ = ["Consistency", "ConvCheck", "check_consistency", "check_conv"]
 
@@ -31,26 +31,26 @@ class ConvCheck:
 
     Attributes:
         name: of the convolution.
-        rings: how many it needs to be exact, None where neither one nor two are enough.
-        differences: by number of rings, the largest relative difference of output and gradients.
+        hops: how many it needs to be exact, None where neither one nor two are enough.
+        differences: by number of hops, the largest relative difference of output and gradients.
         error: what it raised, if it did.
     """
 
     name: str
-    rings: int | None
+    hops: int | None
     differences: Mapping[int, float]
     error: str = ""
 
     @property
     def exact(self) -> bool:
         """Whether it is exact on shards."""
-        return self.rings is not None
+        return self.hops is not None
 
     def __str__(self) -> str:
         if self.exact:
-            return f"{self.name}: exact with {self.rings} ring{'s' * (self.rings == 2)}"
+            return f"{self.name}: exact with {self.hops} ring{'s' * (self.hops == 2)}"
         found = ", ".join(f"{far:.1e} with {n}" for n, far in self.differences.items())
-        return f"{self.name}: NOT exact on shards ({self.error or f'{found} rings'})"
+        return f"{self.name}: NOT exact on shards ({self.error or f'{found} hops'})"
 
 
 def check_conv(conv: nn.Module, width: int | None = None, edge_width: int | None = None,
@@ -66,7 +66,7 @@ def check_conv(conv: nn.Module, width: int | None = None, edge_width: int | None
         weights: pass edge features as (n_edges,) weights.
 
     Returns:
-        What it needs; `convert(conv, rings=check.rings)` makes it so.
+        What it needs; `convert(conv, hops=check.hops)` makes it so.
     """
     width = width if width is not None else int(getattr(conv, "in_channels", 8))
     generator = torch.Generator().manual_seed(1)
@@ -79,23 +79,23 @@ def check_conv(conv: nn.Module, width: int | None = None, edge_width: int | None
         more = torch.rand(EDGES, edge_width or 1, generator=generator, dtype=torch.float64)
         data.append(more[:, 0] if weights else more)
     name, found, said = type(conv).__name__, {}, ""
-    for rings in (1, 2):
+    for hops in (1, 2):
         try:
-            found[rings] = _farthest_conv(conv, edges, data, rings)
+            found[hops] = _farthest_conv(conv, edges, data, hops)
         except (MeshshardError, RuntimeError, ValueError, IndexError) as error:
             said = str(error)
             continue
-        if found[rings] < EXACT:
-            return ConvCheck(name, rings, found)
+        if found[hops] < EXACT:
+            return ConvCheck(name, hops, found)
     return ConvCheck(name, None, found, said)
 
 
-def _farthest_conv(conv: nn.Module, edges: Tensor, data: list[Tensor], rings: int) -> float:
-    templates = [convert(copy.deepcopy(conv), rings).double().eval() for _ in SIZES]
+def _farthest_conv(conv: nn.Module, edges: Tensor, data: list[Tensor], hops: int) -> float:
+    templates = [convert(copy.deepcopy(conv), hops).double().eval() for _ in SIZES]
     for one in templates:
         for module in one.modules():
-            if hasattr(module, "_meshshard_rings"):
-                setattr(module, "_meshshard_rings", rings)  # noqa: B010
+            if hasattr(module, "_meshshard_hops"):
+                setattr(module, "_meshshard_hops", hops)  # noqa: B010
     whole = copy.deepcopy(conv).double().eval()
     leaves = [d.clone().requires_grad_() for d in data]
     want = _run(whole, leaves, edges)
@@ -225,14 +225,14 @@ class _Given:
     def cut(self, parts: int) -> tuple[Tensor, list[int]]:
         """Nodes in the order of their parts, and how many each has."""
         from meshshard.graph import Graph
-        from meshshard.partitioners import Metis
+        from meshshard.partitioning.methods import Metis
 
         n = len(self.x)
         if parts == 1:
             return torch.arange(n), [n]
         order = torch.argsort(self.edge_index[1], stable=True)
         count = torch.bincount(self.edge_index[1], minlength=n)
-        whole = Graph(indptr=starts(count).numpy(), indices=self.edge_index[0][order].numpy())
+        whole = Graph(indptr=offsets_of(count).numpy(), indices=self.edge_index[0][order].numpy())
         labels = torch.from_numpy(Metis()(whole, parts))
         return torch.argsort(labels, stable=True), torch.bincount(labels, minlength=parts).tolist()
 

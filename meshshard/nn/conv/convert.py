@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from meshshard.nn.conv._inside import RUNNING
+from meshshard.nn.conv._context import RUNNING
 from meshshard.nn.conv._rules import on_own_rows
-from meshshard.nn.conv._subclass import reclass
-from meshshard.nn.conv.graph_conv import adopt
+from meshshard.nn.conv._subclass import swap_class
+from meshshard.nn.conv.graph_conv import convert_conv
 from meshshard.tensor import ShardTensor
-from meshshard.tensor.core import refuse
+from meshshard.tensor.shard_tensor import refuse
 
 __all__ = ["convert"]
 
@@ -23,7 +23,7 @@ REFUSED = {
         "TopKPooling", "SAGPooling", "ASAPooling", "PANPooling", "EdgePooling", "ClusterPooling",
         "SelectTopK",
     ),
-    "it searches neighbours itself: EdgeConv on nn.knn_graph": (
+    "it searches neighbors itself: EdgeConv on nn.knn_graph": (
         "DynamicEdgeConv", "GravNetConv", "XConv",
     ),
     "it turns the nodes of a graph into one dense matrix": ("MemPooling", "GPSConv", "GMTPooling"),
@@ -47,7 +47,7 @@ NORMS = (
 )  # fmt: skip
 
 
-def convert(model: M, rings: int | None = None) -> M:
+def convert(model: M, hops: int | None = None) -> M:
     """Let a model of PyG modules run on shards; in place, as convert_sync_batchnorm's convention.
 
     Where an `edge_index` stood, pass a ShardGraph; node and edge features are ShardTensors (edges
@@ -57,8 +57,8 @@ def convert(model: M, rings: int | None = None) -> M:
 
     Args:
         model: any module, a single convolution included.
-        rings: what convolutions that PyG does not have need: 1 where they look at edges only in
-            `message` and aggregation, 2 (by default) where they ask for degrees of neighbours.
+        hops: what convolutions that PyG does not have need: 1 where they look at edges only in
+            `message` and aggregation, 2 (by default) where they ask for degrees of neighbors.
 
     Returns:
         The model.
@@ -69,7 +69,7 @@ def convert(model: M, rings: int | None = None) -> M:
             depends on what a shard does not know: numbers or order of rows, rows far away.
 
     Communication: each convolution one exchange of its input's halo, forward and backward, and one
-    more for each further propagate; with two rings one of its edge features. The first call of a
+    more for each further propagate; with two hops one of its edge features. The first call of a
     user's, on several ranks, runs it twice more to prove it, and gathers objects once.
     """
     from torch_geometric.nn import MessagePassing
@@ -81,9 +81,9 @@ def convert(model: M, rings: int | None = None) -> M:
         _refuse(module, REFUSED if module in inside else REFUSED | READOUTS)
     for module in list(model.modules()):
         if isinstance(module, MessagePassing):
-            adopt(module, rings)
+            convert_conv(module, hops)
             for norm in _norms(module):
-                reclass(norm, coupled)
+                swap_class(norm, coupled)
     return model
 
 

@@ -1,7 +1,7 @@
 """graph_conv: a convolution of PyG, or of a user, on the nodes of a shard, without a change to it.
 
 The convolution becomes one of a subclass of its own class, as FSDP2 does with modules: parameters,
-state_dict and isinstance stay. Given a ShardGraph where edge_index stands it runs on its rings (see
+state_dict and isinstance stay. Given a ShardGraph where edge_index stands it runs on its hops (see
 `_rings`) and gives back own rows; given an edge_index it is what it was.
 """
 
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from meshshard.errors import MeshshardError
-from meshshard.nn.conv._fused import fused
-from meshshard.nn.conv._inside import RUNNING, Inside
-from meshshard.nn.conv._proof import prove
-from meshshard.nn.conv._rings import Rings, bipartite, padded, rings_of
+from meshshard.nn.conv._context import RUNNING, ConvContext
+from meshshard.nn.conv._fast_paths import fused
+from meshshard.nn.conv._permutation_check import check_permutation_invariance
 from meshshard.nn.conv._rules import RULES
-from meshshard.nn.conv._subclass import is_changed, reclass
+from meshshard.nn.conv._subclass import is_changed, swap_class
+from meshshard.nn.conv._subgraph import HaloSubgraph, bipartite, halo_subgraph_of, padded
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
-from meshshard.tensor.core import _eagerly, refuse
+from meshshard.tensor.shard_tensor import _eagerly, refuse
 
-__all__ = ["adopt"]
+__all__ = ["convert_conv"]
 
 # Convolutions that look at the edges only as they gather and scatter along them. Others may ask for
-# the degree of a neighbour, and get the second ring.
-ONE_RING = {
+# the degree of a neighbor, and get the second hop.
+ONE_HOP = {
     "AGNNConv", "CGConv", "ClusterGCNConv", "EdgeConv", "FeaStConv", "FiLMConv", "GATConv",
     "GATv2Conv", "GENConv", "GINConv", "GINEConv", "GMMConv", "GatedGraphConv", "GeneralConv",
     "GraphConv", "LEConv", "MFConv", "NNConv", "PNAConv", "PPFConv", "PointGNNConv", "PointNetConv",
@@ -48,13 +48,13 @@ AGGREGATIONS = {
 }
 
 
-def adopt(conv: Any, rings: int | None = None) -> None:
+def convert_conv(conv: Any, hops: int | None = None) -> None:
     """Let a convolution take a ShardGraph, in place.
 
     Args:
         conv: the module.
-        rings: 1 where it looks at edges only in `message`, `edge_update` and aggregation; 2 where
-            it asks for degrees of neighbours. By default 1 for those of PyG known to, else 2.
+        hops: 1 where it looks at edges only in `message`, `edge_update` and aggregation; 2 where
+            it asks for degrees of neighbors. By default 1 for those of PyG known to, else 2.
 
     Raises:
         NoShardRule: it aggregates in an order, or along edges the other way.
@@ -62,12 +62,12 @@ def adopt(conv: Any, rings: int | None = None) -> None:
     if is_changed(conv):
         return
     _refuse_orders(conv)
-    conv._meshshard_rings = rings or _rings_needed(conv)
+    conv._meshshard_hops = hops or _hops_needed(conv)
     conv._meshshard_proved = False
-    reclass(conv, on_shards)
+    swap_class(conv, on_shards)
     for module in conv.modules():
         if hasattr(module, "q") and hasattr(module, "interpolation"):
-            reclass(module, led)
+            swap_class(module, led)
 
 
 def _refuse_orders(conv: Any) -> None:
@@ -84,13 +84,13 @@ def _refuse_orders(conv: Any) -> None:
             raise refuse(f"{kind} of {type(conv).__name__}", (), None, why)
 
 
-def _rings_needed(conv: Any) -> int:
+def _hops_needed(conv: Any) -> int:
     name = type(conv).__name__
     if not type(conv).__module__.startswith("torch_geometric."):
         return 2
     if name == "GCNConv":
         return 2 if conv.normalize else 1
-    return 1 if name in ONE_RING else 2
+    return 1 if name in ONE_HOP else 2
 
 
 def on_shards(cls: type[Any]) -> type[Any]:
@@ -151,7 +151,7 @@ def led(cls: type[Any]) -> type[Any]:
 
 
 def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Own rows of what a convolution makes of the rings."""
+    """Own rows of what a convolution makes of the hops."""
     names = list(signature(forward).parameters)
     given = dict(zip(names, args, strict=False)) | kwargs
     graph = next(a for a in given.values() if isinstance(a, ShardGraph))
@@ -160,21 +160,21 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
     quick = fused(conv, given, graph) if conv.node_dim == -2 else None
     if quick is not None:
         return quick
-    rings = rings_of(graph, conv._meshshard_rings)
+    hops = halo_subgraph_of(graph, conv._meshshard_hops)
     unknown = not type(conv).__module__.startswith("torch_geometric.")
     plain = not any(_is_sharded(a) for a in given.values())
 
-    def _out(rings: Rings) -> Any:
-        local = {n: _local(n, a, rings, name) for n, a in given.items()}
+    def _out(hops: HaloSubgraph) -> Any:
+        local = {n: _local(n, a, hops, name) for n, a in given.items()}
         if bipartite(graph) and "size" in names and local.get("size") is None:
-            local["size"] = (rings.n_rows, rings.n_to)
-        with Inside(rings, name, RULES, unknown):
-            return _own(forward(**local), rings, plain, name)
+            local["size"] = (hops.n_rows, hops.n_to)
+        with ConvContext(hops, name, RULES, unknown):
+            return _own(forward(**local), hops, plain, name)
 
     if unknown and graph.domain.size > 1 and not conv._meshshard_proved:
-        prove(conv, rings, _out, name)
+        check_permutation_invariance(conv, hops, _out, name)
         conv._meshshard_proved = True
-    return _out(rings)
+    return _out(hops)
 
 
 def _is_sharded(a: Any) -> bool:
@@ -194,29 +194,29 @@ def _all_sharded(given: dict[str, Any], graph: ShardGraph, name: str) -> None:
         )
 
 
-def _local(name: str, a: Any, rings: Rings, conv: str) -> Any:
+def _local(name: str, a: Any, hops: HaloSubgraph, conv: str) -> Any:
     """An argument as the plain convolution sees it."""
     if isinstance(a, ShardGraph):
-        return rings.edge_index
+        return hops.edge_index
     if isinstance(a, (tuple, list)) and any(isinstance(b, Tensor) for b in a):
-        return _pair(name, a, rings, conv)
+        return _pair(name, a, hops, conv)
     if not isinstance(a, Tensor):
         return a
-    kind = _kind(name, a, rings.graph, conv)
-    return _as_seen(a, kind, rings)
+    kind = _kind(name, a, hops.graph, conv)
+    return _as_seen(a, kind, hops)
 
 
-def _pair(name: str, pair: Any, rings: Rings, conv: str) -> Any:
+def _pair(name: str, pair: Any, hops: HaloSubgraph, conv: str) -> Any:
     """Features of sources and of destinations."""
     seen = []
     for at, a in enumerate(pair):
         if not isinstance(a, Tensor):
             seen.append(a)
             continue
-        kind = _kind(name, a, rings.graph, conv)
-        if bipartite(rings.graph) and kind != "edges":
+        kind = _kind(name, a, hops.graph, conv)
+        if bipartite(hops.graph) and kind != "edges":
             kind = "nodes" if at else "rows"
-        seen.append(_as_seen(a, kind, rings))
+        seen.append(_as_seen(a, kind, hops))
     return tuple(seen)
 
 
@@ -251,28 +251,28 @@ def _fits(a: Tensor, sharding: Sharding) -> bool:
     return sharding.domain.size == 1 and a.ndim > 0 and a.shape[0] == sharding.total
 
 
-def _as_seen(a: Tensor, kind: str, rings: Rings) -> Tensor:
+def _as_seen(a: Tensor, kind: str, hops: HaloSubgraph) -> Tensor:
     own = a.to_local() if type(a) is ShardTensor else a
     if kind == "rows":
-        return rings.rows(own)
+        return hops.rows(own)
     if kind == "edges":
-        return rings.edges(own)
-    return padded(own, rings.n_to) if kind == "nodes" else own
+        return hops.edges(own)
+    return padded(own, hops.n_to) if kind == "nodes" else own
 
 
-def _own(out: Any, rings: Rings, plain: bool, name: str) -> Any:
+def _own(out: Any, hops: HaloSubgraph, plain: bool, name: str) -> Any:
     """Own rows of a result, sharded as they are."""
     if isinstance(out, (tuple, list)):
-        return type(out)(_own(o, rings, plain, name) for o in out)
+        return type(out)(_own(o, hops, plain, name) for o in out)
     if not isinstance(out, Tensor):
         return out
     rows = out.shape[0] if out.ndim else -1
-    found = {len(rings.names): rings.graph.edges, rings.n_to: rings.graph.nodes}.get(rows)
-    if found is None or out.data_ptr() == rings.edge_index.data_ptr():
+    found = {len(hops.names): hops.graph.edges, hops.n_to: hops.graph.nodes}.get(rows)
+    if found is None or out.data_ptr() == hops.edge_index.data_ptr():
         why = f"a result {tuple(out.shape)} has neither a row for each node nor for each edge"
         if out.dtype == torch.int64 and rows == 2:
             why = "it gives back its edges, self-loops and all: without return_attention_weights"
         raise refuse(name, (), None, why)
-    of_rows = found is rings.graph.nodes and not bipartite(rings.graph)
-    own = rings.own(out) if of_rows else out[: found.own]
+    of_rows = found is hops.graph.nodes and not bipartite(hops.graph)
+    own = hops.own(out) if of_rows else out[: found.own]
     return own if plain else ShardTensor.from_local(own, found)

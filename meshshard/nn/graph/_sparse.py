@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshshard.comm import linear
 from meshshard.tensor import ShardGraph
-from meshshard.tensor.graph import starts
+from meshshard.tensor.shard_graph import offsets_of
 
 __all__ = ["Ends", "Take", "Total", "kept", "largest"]
 
@@ -99,7 +99,7 @@ class Total:
         """Sums over the rows that read a row."""
         if self._adjoint is None:
             order = torch.argsort(self.indices, stable=True)
-            begin = starts(torch.bincount(self.indices, minlength=self.columns))
+            begin = offsets_of(torch.bincount(self.indices, minlength=self.columns))
             weights = self.weights
             if self.mean:  # of one source, in the precision that the largest type asks for
                 weights = (1 / self._counts[:, 0].double())[_rows(self)]
@@ -124,7 +124,7 @@ class Take:
         """Sums over the places that a row was taken to."""
         if self._adjoint is None:
             order = torch.argsort(self.index, stable=True)
-            begin = starts(torch.bincount(self.index, minlength=self.rows))
+            begin = offsets_of(torch.bincount(self.index, minlength=self.rows))
             back = Total(begin, order, len(self.index))
             back._adjoint, self._adjoint = self, back
         return self._adjoint

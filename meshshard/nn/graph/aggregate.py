@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from meshshard.comm import Exchange, linear
-from meshshard.comm.exchange import Running
+from meshshard.comm.exchange import PendingExchange
 from meshshard.errors import MeshshardError, n_of
 from meshshard.nn.graph._sparse import Total, kept, largest
 from meshshard.tensor import ShardGraph, ShardTensor
-from meshshard.tensor.graph import starts
+from meshshard.tensor.shard_graph import offsets_of
 
-__all__ = ["NeighbourSum", "aggregate", "in_edges"]
+__all__ = ["NeighborSum", "aggregate", "in_edges"]
 
 
 def aggregate(x: Any, graph: ShardGraph, reduce: str = "sum") -> Any:
@@ -42,7 +42,7 @@ def aggregate(x: Any, graph: ShardGraph, reduce: str = "sum") -> Any:
     if reduce == "max":
         out = largest(in_edges(graph), graph.local(rows))
     elif reduce in ("sum", "mean"):
-        out = linear.apply(NeighbourSum.of(graph, reduce == "mean"), rows)
+        out = linear.apply(NeighborSum.of(graph, reduce == "mean"), rows)
     else:
         raise MeshshardError(f"aggregate: reduction {reduce!r} is unknown: sum, mean or max")
     return ShardTensor.from_local(out, graph.nodes) if type(x) is ShardTensor else out
@@ -70,7 +70,7 @@ def in_edges(graph: ShardGraph) -> Total:
     return kept(graph, "sums", lambda: Total(graph.indptr, graph.indices, graph.n_local))
 
 
-class NeighbourSum:
+class NeighborSum:
     """Own rows to sums or means over in-edges, as one linear operator with its exchange.
 
     Split by destinations, in whose rows the order of summation stays: those that read own rows only
@@ -88,13 +88,17 @@ class NeighbourSum:
         own = plan.n_owned
         count = indptr.diff()
         rows = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-        crossing = starts((indices >= own).to(torch.int64))
+        crossing = offsets_of((indices >= own).to(torch.int64))
         border = crossing[indptr[1:]] > crossing[indptr[:-1]]
         inner, outer = ~border[rows], border[rows]
         self.plan, self.rows_out = plan, len(count)
         self.border = torch.nonzero(border)[:, 0]
         self.inner = Total(
-            starts(torch.where(border, 0, count)), indices[inner], own, _of(weights, inner), mean
+            offsets_of(torch.where(border, 0, count)),
+            indices[inner],
+            own,
+            _of(weights, inner),
+            mean,
         )
         read = torch.unique(indices[outer])
         self.read = read[read < own]
@@ -104,13 +108,13 @@ class NeighbourSum:
             torch.searchsorted(self.read, indices[outer]),
             indices[outer] - own + len(self.read),
         )
-        self.outer = Total(starts(count[border]), place, columns, _of(weights, outer), mean)
+        self.outer = Total(offsets_of(count[border]), place, columns, _of(weights, outer), mean)
 
     @staticmethod
-    def of(graph: ShardGraph, mean: bool = False) -> NeighbourSum:
+    def of(graph: ShardGraph, mean: bool = False) -> NeighborSum:
         """The plain sum or mean over the in-edges of a graph, kept as long as it is."""
         given = graph.exchange, graph.indptr, graph.indices
-        return kept(graph, "mean" if mean else "sum", lambda: NeighbourSum(*given, mean=mean))
+        return kept(graph, "mean" if mean else "sum", lambda: NeighborSum(*given, mean=mean))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(own nodes, …) sums of (own sources, …) rows."""
@@ -126,20 +130,20 @@ class NeighbourSum:
         yield from self.inner.parts(x)
         yield from self._arrived(x, running)
 
-    def _arrived(self, x: Tensor, running: Running) -> Iterator[tuple[Tensor, Tensor]]:
-        halo = running.arrived()
+    def _arrived(self, x: Tensor, running: PendingExchange) -> Iterator[tuple[Tensor, Tensor]]:
+        halo = running.wait_halo()
         if len(self.border):
             yield self.border, self.outer(torch.cat([x.index_select(0, self.read), halo]))
 
-    def adjoint(self) -> NeighbourSpread:
+    def adjoint(self) -> NeighborSpread:
         """Rows of nodes to those that they have read."""
-        return NeighbourSpread(self)
+        return NeighborSpread(self)
 
 
-class NeighbourSpread:
-    """The transpose of NeighbourSum: gradients of the halo travel while the others are summed."""
+class NeighborSpread:
+    """The transpose of NeighborSum: gradients of the halo travel while the others are summed."""
 
-    def __init__(self, sums: NeighbourSum) -> None:
+    def __init__(self, sums: NeighborSum) -> None:
         self.sums = sums
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -169,7 +173,7 @@ class NeighbourSpread:
         if pending is not None:
             yield self.sums.plan.send_rows, pending.wait()
 
-    def adjoint(self) -> NeighbourSum:
+    def adjoint(self) -> NeighborSum:
         """The way back."""
         return self.sums
 

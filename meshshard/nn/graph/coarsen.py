@@ -16,8 +16,8 @@ from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.nn.graph.aggregate import aggregate
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
-from meshshard.tensor.core import local_of
-from meshshard.tensor.graph import starts
+from meshshard.tensor.shard_graph import offsets_of
+from meshshard.tensor.shard_tensor import local_of
 
 __all__ = ["Level", "cluster", "cluster_around", "coarsen"]
 
@@ -64,7 +64,7 @@ def cluster(graph: ShardGraph, size: int) -> ShardTensor:
     Communication: one gather of objects, two all-to-all.
     """
     from meshshard.graph import Graph
-    from meshshard.partitioners import Metis
+    from meshshard.partitioning.methods import Metis
 
     if size < 1:
         raise MeshshardError(f"cluster: clusters of {size} nodes; take a number of 1 or more")
@@ -77,7 +77,7 @@ def cluster(graph: ShardGraph, size: int) -> ShardTensor:
     if domain.rank == 0:
         both = torch.unique(torch.cat([every, every.flip(1)]), dim=0)
         both = both[both[:, 0] != both[:, 1]]
-        indptr = starts(torch.bincount(both[:, 0], minlength=nodes.total))
+        indptr = offsets_of(torch.bincount(both[:, 0], minlength=nodes.total))
         whole = Graph(indptr.cpu().numpy(), both[:, 1].cpu().numpy(), symmetric=True)
         parts = max(1, round(nodes.total / size))
         labels = torch.from_numpy(Metis()(whole, parts)).to(places)[places]
@@ -146,7 +146,7 @@ def _numbered(domain: Domain, labels: Tensor) -> tuple[Sharding, Tensor]:
     here = torch.zeros(total, dtype=torch.int64, device=domain.device)
     here[labels] = domain.size - domain.rank
     owner = domain.size - domain.all_reduce(here, "max")
-    domain.together(lambda: _without_gaps(owner, domain.size), "coarsen")
+    domain.run_collectively(lambda: _without_gaps(owner, domain.size), "coarsen")
     order = torch.argsort(owner, stable=True)
     sizes = torch.bincount(owner, minlength=domain.size).tolist()
     clusters = Sharding(domain, sizes)
@@ -178,6 +178,6 @@ def _made(
     to = number[edges[:, 1]] - clusters.first
     order = torch.argsort(edges[:, 0], stable=True)
     order = order[torch.argsort(to[order], stable=True)]
-    indptr = starts(torch.bincount(to, minlength=clusters.own))
+    indptr = offsets_of(torch.bincount(to, minlength=clusters.own))
     names = ((edges[:, 1] << 32) + edges[:, 0])[order]
     return ShardGraph.from_ids(ids[order], indptr, clusters, sources, names)

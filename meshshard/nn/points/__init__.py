@@ -1,9 +1,9 @@
-"""points: neighbours of sharded points, choices of a few of them, ways to a grid and to others."""
+"""points: neighbors of sharded points, choices of a few of them, ways to a grid and to others."""
 
-from meshshard.nn.points.choices import farthest_points, mask_of, random_points
 from meshshard.nn.points.grid import Box, grid_from_points, points_from_grid
 from meshshard.nn.points.interpolate import knn_interpolate
 from meshshard.nn.points.knn import ball_query, edge_vectors, grouped, knn, knn_graph, radius_graph
+from meshshard.nn.points.sampling import farthest_points, mask_of, random_points
 
 __all__ = [
     "Box",

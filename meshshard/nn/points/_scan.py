@@ -1,4 +1,4 @@
-"""Scan: exact neighbours by looking at all points, chunk by chunk in torch, on any device."""
+"""Scan: exact neighbors by looking at all points, chunk by chunk in torch, on any device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshshard.graph.neighbors import Pairs
 from meshshard.mesh import Array
-from meshshard.neighbours import Pairs
 
 __all__ = ["Scan", "dimension"]
 
@@ -20,7 +20,7 @@ SPARE = 8  # candidates beyond k that rounding may have put in another order
 
 
 class Scan:
-    """Points that can be asked which of them are near: `meshshard.neighbours.Cloud` by looking.
+    """Brute-force nearest neighbors, with the interface of `meshshard.graph.neighbors.Cloud`.
 
     For many coordinates, where a tree prunes nothing, and for devices that have no tree. Distances
     come from one matrix product (|x|^2 + |y|^2 - 2 x.y), whose error is bounded; candidates are
@@ -34,8 +34,8 @@ class Scan:
         self._columns = torch.empty_like(self._rows)
         self._columns[self._rows] = torch.arange(len(names), device=names.device)
         self._points = points = points[self._rows]
-        self._centre = points.mean(0) if len(points) else points.new_zeros(points.shape[1])
-        self._moved = points - self._centre
+        self._center = points.mean(0) if len(points) else points.new_zeros(points.shape[1])
+        self._moved = points - self._center
         self._squares = (self._moved * self._moved).sum(1)
 
     def nearest(
@@ -88,7 +88,7 @@ class Scan:
     def _nearest(self, places: Tensor, k: int, itself: Tensor | None) -> tuple[Tensor, Tensor]:
         """(m, k) columns and squared distances, by distance, then column."""
         asked = min(k + SPARE, len(self._points))
-        moved = places - self._centre
+        moved = places - self._center
         length = (moved * moved).sum(1)
         rough = torch.addmm(self._squares[None], moved, self._moved.T, alpha=-2).add_(
             length[:, None]
@@ -124,7 +124,7 @@ class Scan:
 def dimension(points: Tensor, k: int = 10) -> float:
     """In how many dims points spread: features of many numbers often lie on a thin sheet.
 
-    From the distances to k neighbours in a sample (Levina and Bickel, 2004).
+    From the distances to k neighbors in a sample (Levina and Bickel, 2004).
     """
     some = points[:: max(1, -(-len(points) // SAMPLE))]
     if len(some) <= k:

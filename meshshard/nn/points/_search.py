@@ -11,12 +11,12 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.errors import DomainError, MeshshardError, n_of
+from meshshard.graph.neighbors import Cloud, finite, squared_length, widened
 from meshshard.mesh import Array
-from meshshard.neighbours import Cloud, finite, squared_length, widened
 from meshshard.nn.points._scan import Scan, dimension
 from meshshard.nn.points._voxels import Rows, fetch
 from meshshard.tensor import Sharding, ShardTensor
-from meshshard.tensor.core import refuse
+from meshshard.tensor.shard_tensor import refuse
 
 __all__ = ["Side", "around", "nearest", "side"]
 
@@ -74,14 +74,14 @@ def nearest(
 
     Args:
         x: the points.
-        y: the places; those of x if None, none its own neighbour.
+        y: the places; those of x if None, none its own neighbor.
         k: how many.
         what: who asks, for errors.
         within: the largest distance that counts.
         max_edges: more are refused.
 
     Returns:
-        (own edges,) ids of the neighbours; (own rows of y + 1,) where those of each row begin.
+        (own edges,) ids of the neighbors; (own rows of y + 1,) where those of each row begin.
 
     Raises:
         DomainError: points that are not finite; more edges than may be, or than memory can hold.
@@ -136,7 +136,7 @@ def _prepared(x: Side, y: Side | None, what: str) -> tuple[Array, Rows]:
         points = _finite(x, "x" if y else "points")
         return points, points if y is None or y is x else _finite(y, "y")
 
-    points, places = x.domain.together(_check, what)
+    points, places = x.domain.run_collectively(_check, what)
     ids = np.arange(len(points)) + x.sharding.first
     origin = x.sharding.origin
     return places, Rows(points, ids if origin is None else origin.cpu().numpy(), ids)
@@ -224,7 +224,7 @@ def _nearest(x: Side, mine: Rows, places: Array | None, k: int, within: float) -
 
 
 def _table(places: Array, rows: Rows, to: Array) -> tuple[Array, Array, Array]:
-    """Squared distances, names and ids of neighbours; what is not there comes last."""
+    """Squared distances, names and ids of neighbors; what is not there comes last."""
     missing = to < 0
     if not len(rows.ids):
         shape = to.shape

@@ -1,4 +1,4 @@
-"""Voxels: which points of other ranks can be neighbours of own places, and only these, fetched.
+"""Voxels: which points of other ranks can be neighbors of own places, and only these, fetched.
 
 Every rank tells which cells of one coarse grid it has points in. A rank whose places reach the
 cells of another sends it small cells around these places, each with how far they look; the other
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from meshshard.comm import Domain
+from meshshard.graph.neighbors import widened
 from meshshard.mesh import Array
-from meshshard.neighbours import widened
 
 if TYPE_CHECKING:
     from scipy.spatial import cKDTree
@@ -72,16 +72,16 @@ class _Grid(NamedTuple):
 
     @property
     def half(self) -> float:
-        """From the centre of a cell to its corner."""
+        """From the center of a cell to its corner."""
         return self.corner(self.size)
 
     @property
     def side(self) -> float:
-        """From the centre of a cell to its sides, with what rounding may take."""
+        """From the center of a cell to its sides, with what rounding may take."""
         return self.size / 2 + self.box * 1e-12
 
     def corner(self, size: float) -> float:
-        """From the centre of a cell of another size to its corner, with what rounding may take."""
+        """From the center of a cell of another size to its corner, with what rounding may take."""
         return size * math.sqrt(len(self.low)) / 2 + self.box * 1e-12
 
     def moved(self, points: Array) -> Array:
@@ -96,8 +96,8 @@ class _Grid(NamedTuple):
             flat = (flat << self.bits) | np.minimum(cell, (1 << self.bits) - 1)
         return flat
 
-    def centres(self, cells: Array) -> Array:
-        """(n, up to 3) centre of every cell."""
+    def centers(self, cells: Array) -> Array:
+        """(n, up to 3) center of every cell."""
         axes = len(self.low)
         shifts = self.bits * np.arange(axes)[::-1]
         index = (cells[:, None] >> shifts) & ((1 << self.bits) - 1)
@@ -147,13 +147,13 @@ class _Celled(NamedTuple):
     Attributes:
         grid: of these cells.
         points: (n, axes) counted from its low corner.
-        centres: (n_cells, axes) of the cells that have any.
+        centers: (n_cells, axes) of the cells that have any.
         cell: (n,) which of them each point is in.
     """
 
     grid: _Grid
     points: Array
-    centres: Array
+    centers: Array
     cell: Array
 
     @staticmethod
@@ -164,7 +164,7 @@ class _Celled(NamedTuple):
         number[cells] = 1
         occupied = np.flatnonzero(number)
         number[occupied] = np.arange(len(occupied))
-        return _Celled(grid, points, grid.centres(occupied), number[cells])
+        return _Celled(grid, points, grid.centers(occupied), number[cells])
 
     def rows(self, near: Array) -> Array:
         """Rows of the points in some of the cells, cell by cell: a tree is asked faster so."""
@@ -200,7 +200,7 @@ def _told_of(grid: _Grid, cells: Array) -> tuple[int, Array, Array]:
 def _coarser(grid: _Grid, cells: Array, counts: Array, levels: int) -> tuple[_Grid, Array, Array]:
     """Cells and counts on a coarser grid."""
     coarse = _Grid(grid.low, grid.size * 2.0**levels, grid.bits - levels)
-    same, back = np.unique(coarse.cells(grid.centres(cells)), return_inverse=True)
+    same, back = np.unique(coarse.cells(grid.centers(cells)), return_inverse=True)
     return coarse, same, np.bincount(back, counts, len(same)).astype(np.int64)
 
 
@@ -218,14 +218,14 @@ def _alike(grid: _Grid, told: list[tuple[int, Array, Array]]) -> tuple[_Grid, To
 
 
 def _bound(grid: _Grid, told: Told, places: Array, reach: Array, k: int) -> Array:
-    """How far at most the k-th other neighbour is, by the counts of coarse cells."""
+    """How far at most the k-th other neighbor is, by the counts of coarse cells."""
     out = np.full(len(places), np.inf)
     poor = np.flatnonzero(reach > grid.size)
     cells, back = np.unique(np.concatenate([c for c, _ in told]), return_inverse=True)
     if not len(poor) or not len(cells):
         return out
     counts = np.bincount(back, np.concatenate([n for _, n in told]))
-    tree = _tree(grid.centres(cells))
+    tree = _tree(grid.centers(cells))
     width = min(k + 1, len(cells))
     answer: Any = tree.query(places[poor], width)
     away, near = (a.reshape(-1, width) for a in answer)
@@ -236,16 +236,16 @@ def _bound(grid: _Grid, told: Told, places: Array, reach: Array, k: int) -> Arra
 
 
 def _wanted(domain: Domain, told: Told, places: _Celled, reach: Array) -> tuple[list[Array], Array]:
-    """Small cells for each rank (centre and how far they look), and the places in them."""
+    """Small cells for each rank (center and how far they look), and the places in them."""
     grid = places.grid
-    farthest = np.zeros(len(places.centres))
+    farthest = np.zeros(len(places.centers))
     np.maximum.at(farthest, places.cell, reach)
     out, asked = [], np.zeros(len(reach), bool)
     for rank, (theirs, _) in enumerate(told):
         rows = np.zeros(0, np.int64)
         if rank != domain.rank and len(theirs) and len(reach):
-            tree = _tree(grid.centres(theirs))
-            near = _beside(tree, places.centres, farthest + 2 * grid.side)
+            tree = _tree(grid.centers(theirs))
+            near = _beside(tree, places.centers, farthest + 2 * grid.side)
             rows = places.rows(near)
             rows = rows[_beside(tree, places.points[rows], reach[rows] + grid.side)]
         asked[rows] = True
@@ -254,7 +254,7 @@ def _wanted(domain: Domain, told: Told, places: _Celled, reach: Array) -> tuple[
 
 
 def _looks(grid: _Grid, places: Array, reach: Array) -> Array:
-    """(n, axes + 1) centres of small cells around places, and how far they look from there."""
+    """(n, axes + 1) centers of small cells around places, and how far they look from there."""
     axes = len(grid.low)
     if np.isinf(reach).any():
         return np.append(np.zeros(axes), np.inf)[None]
@@ -269,9 +269,9 @@ def _looks(grid: _Grid, places: Array, reach: Array) -> Array:
             keys = (keys << 21) | cell[:, axis]
         keys = np.unique(keys)
         index = (keys[:, None] >> (21 * np.arange(axes)[::-1])) & ((1 << 21) - 1)
-        centre = (index + 0.5) * size
-        far = np.full(len(centre), widened(look + grid.corner(size)))
-        out.append(np.column_stack([centre, far]))
+        center = (index + 0.5) * size
+        far = np.full(len(center), widened(look + grid.corner(size)))
+        out.append(np.column_stack([center, far]))
     return np.concatenate(out)
 
 
@@ -281,12 +281,12 @@ def _within(there: _Celled, looks: Array) -> Array:
         return np.zeros(0, np.int64)
     if np.isinf(looks[:, -1]).any():
         return np.arange(len(there.points))
-    centres, far = looks[:, :-1], looks[:, -1]
+    centers, far = looks[:, :-1], looks[:, -1]
     most = far.max()
-    rows = there.rows(_beside(_tree(centres), there.centres, most + there.grid.side))
+    rows = there.rows(_beside(_tree(centers), there.centers, most + there.grid.side))
     # One more coordinate makes looks of all ranges alike: |p - c| <= far where
     # |(p, 0) - (c, sqrt(most^2 - far^2))| <= most. What rounding adds is more, never less.
-    raised = np.column_stack([centres, np.sqrt(most**2 - far**2)])
+    raised = np.column_stack([centers, np.sqrt(most**2 - far**2)])
     points = np.column_stack([there.points[rows], np.zeros(len(rows))])
     away = _tree(raised).query(points, distance_upper_bound=widened(most))[0]
     return np.sort(rows[away < np.inf])

@@ -17,8 +17,8 @@ from torch import Tensor
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.tensor import ShardTensor
-from meshshard.tensor.align import alike, rows_of
-from meshshard.tensor.core import wrap
+from meshshard.tensor.align import require_same_sharding, unwrap_rows
+from meshshard.tensor.shard_tensor import wrap
 
 __all__ = ["Box", "grid_from_points", "points_from_grid"]
 
@@ -90,7 +90,7 @@ def points_from_grid(grid: Tensor, pos: Any, box: Box) -> Any:
         )
     nodes = grid.reshape(-1, grid.shape[-1])
     out = nodes.new_zeros(())
-    for node, weight in box.corners(rows_of(pos)[0]):
+    for node, weight in box.corners(unwrap_rows(pos)[0]):
         out = out + nodes[node] * weight[:, None]
     return wrap(out, pos.sharding, 0) if type(pos) is ShardTensor else out
 
@@ -117,8 +117,8 @@ def grid_from_points(x: Any, pos: Any, box: Box, mean: bool = True) -> Tensor:
         raise MeshshardError("grid_from_points: values and points are both sharded, or both plain")
     domain = Domain()
     if type(x) is ShardTensor:
-        domain = alike("grid_from_points", (x, pos)).sharding.domain
-    rows, points = rows_of(x)[0], rows_of(pos)[0]
+        domain = require_same_sharding("grid_from_points", (x, pos)).sharding.domain
+    rows, points = unwrap_rows(x)[0], unwrap_rows(pos)[0]
     n = torch.Size(box.shape).numel()
     kind = torch.promote_types(rows.dtype, torch.float32)
     sums = rows.new_zeros((n, rows.shape[1] + 1), dtype=kind)

@@ -1,4 +1,4 @@
-"""Interpolation between point clouds by their nearest neighbours."""
+"""Interpolation between point clouds by their nearest neighbors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshshard.comm import linear
 from meshshard.nn.graph._sparse import Ends
 from meshshard.nn.points.knn import edge_vectors, knn
 from meshshard.tensor import ShardGraph, ShardTensor
-from meshshard.tensor.core import local_of, wrap
+from meshshard.tensor.shard_tensor import local_of, wrap
 
 __all__ = ["interpolate", "knn_interpolate"]
 
@@ -19,15 +19,15 @@ CLOSEST = 1e-16  # squared distance below which a place is the point itself, as 
 def knn_interpolate(x: Tensor, pos_x: Tensor, pos_y: Tensor, k: int = 3) -> Tensor:
     """Features of one cloud at the places of another, from the k nearest points of each place.
 
-    The mean of the neighbours' rows, weighted by 1 / max(d^2, 1e-16) (PointNet++, Qi et al. 2017,
+    The mean of the neighbors' rows, weighted by 1 / max(d^2, 1e-16) (PointNet++, Qi et al. 2017,
     and PyG's function of this name). Differentiable in `x` and, where they ask for it, in the
-    positions, the neighbours held fixed.
+    positions, the neighbors held fixed.
 
     Args:
         x: (n, …) features of the points.
         pos_x: (n, d) their positions.
         pos_y: (m, d) places, sharded over the same domain, otherwise or alike.
-        k: neighbours of each place; all points where that is fewer.
+        k: neighbors of each place; all points where that is fewer.
 
     Returns:
         (m, …) features, sharded like `pos_y`, zero where there are no points at all.
@@ -52,7 +52,7 @@ def interpolate(x: Tensor, pos_x: Tensor, pos_y: Tensor, graph: ShardGraph) -> T
     vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     weights = 1 / (vectors * vectors).sum(1).clamp(min=CLOSEST)
     weights = weights.to(kind).view(-1, *[1] * (source.ndim - 1))
-    least = torch.finfo(kind).tiny  # of a place without neighbours
+    least = torch.finfo(kind).tiny  # of a place without neighbors
     sums = Ends.of(graph).arriving
     above, below = linear.apply(sums, source * weights), linear.apply(sums, weights)
     out = above / below.clamp(min=least)

@@ -1,9 +1,9 @@
-"""Neighbours: exact k-nearest and radius graphs of sharded points, as graphs of their own.
+"""Neighbors: exact k-nearest and radius graphs of sharded points, as graphs of their own.
 
-Every result equals that of one search over all points: neighbours by distance (float64, coordinates
+Every result equals that of one search over all points: neighbors by distance (float64, coordinates
 squared and added in their order, so that ties are ties everywhere), then by row in the source
 (`sharding.origin`; the id where there is none), which no partition changes. A point is never its
-own neighbour, others at its place are. The search itself has no gradient; `edge_vectors` has.
+own neighbor, others at its place are. The search itself has no gradient; `edge_vectors` has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from meshshard.errors import MeshshardError
 from meshshard.nn.points._search import Side, around, nearest, side
 from meshshard.tensor import ShardGraph, ShardTensor
-from meshshard.tensor.core import local_of, wrap
+from meshshard.tensor.shard_tensor import local_of, wrap
 
 __all__ = ["ball_query", "edge_vectors", "grouped", "knn", "knn_graph", "radius_graph"]
 
@@ -28,11 +28,11 @@ def knn_graph(pos: Tensor, k: int, loop: bool = False) -> ShardGraph:
         pos: (n, d) positions or features, sharded along their rows, or plain: a graph on one rank.
             Points that spread in up to eight dims are searched by a k-d tree on a CPU; others, and
             on another device, by looking at all points that other ranks cannot exclude.
-        k: neighbours of each point; all others where there are fewer.
-        loop: whether a point is among its own neighbours, as PyG's `DynamicEdgeConv` has it.
+        k: neighbors of each point; all others where there are fewer.
+        loop: whether a point is among its own neighbors, as PyG's `DynamicEdgeConv` has it.
 
     Returns:
-        The graph, the edges of a point by distance, then row in the source of the neighbour.
+        The graph, the edges of a point by distance, then row in the source of the neighbor.
 
     Raises:
         DomainError: on every rank, where any has points that are not finite (naming rank and ids),
@@ -50,7 +50,7 @@ def knn(x: Tensor, y: Tensor, k: int) -> ShardGraph:
     Args:
         x: (n, d) points.
         y: (m, d) places, sharded over the same domain, otherwise or alike.
-        k: neighbours of each place; n where that is fewer.
+        k: neighbors of each place; n where that is fewer.
 
     Raises:
         DomainError: as `knn_graph`.
@@ -64,14 +64,14 @@ def knn(x: Tensor, y: Tensor, k: int) -> ShardGraph:
 
 
 def radius_graph(
-    pos: Tensor, r: float, max_neighbours: int | None = None, max_edges: int | None = None
+    pos: Tensor, r: float, max_neighbors: int | None = None, max_edges: int | None = None
 ) -> ShardGraph:
-    """Every point hears all others within r, or the nearest `max_neighbours` of them.
+    """Every point hears all others within r, or the nearest `max_neighbors` of them.
 
     Args:
         pos: (n, d) positions as in `knn_graph`.
         r: the largest distance; d^2 <= r^2 decides.
-        max_neighbours: the most that a point hears, None for all. (PyG takes any so many, not the
+        max_neighbors: the most that a point hears, None for all. (PyG takes any so many, not the
             nearest.)
         max_edges: more are refused.
 
@@ -79,16 +79,16 @@ def radius_graph(
         The graph, ordered as that of `knn_graph`.
 
     Raises:
-        DomainError: as `knn_graph`. Without `max_neighbours` edges are counted before they are
+        DomainError: as `knn_graph`. Without `max_neighbors` edges are counted before they are
             made; with it there is room for so many of each point.
 
     Communication: that of `knn`.
     """
-    return _within(side(pos, "radius_graph"), None, r, max_neighbours, max_edges)
+    return _within(side(pos, "radius_graph"), None, r, max_neighbors, max_edges)
 
 
-def ball_query(x: Tensor, y: Tensor, r: float, max_neighbours: int | None = None) -> ShardGraph:
-    """Every row of y hears all of x within r, or the nearest `max_neighbours` of them.
+def ball_query(x: Tensor, y: Tensor, r: float, max_neighbors: int | None = None) -> ShardGraph:
+    """Every row of y hears all of x within r, or the nearest `max_neighbors` of them.
 
     (PointNet++'s takes the first so many in memory, which would depend on the numbering.)
 
@@ -96,7 +96,7 @@ def ball_query(x: Tensor, y: Tensor, r: float, max_neighbours: int | None = None
         x: (n, d) points.
         y: (m, d) places, sharded over the same domain.
         r: the largest distance.
-        max_neighbours: the most that a place hears, None for all.
+        max_neighbors: the most that a place hears, None for all.
 
     Raises:
         DomainError: as `radius_graph`.
@@ -105,7 +105,7 @@ def ball_query(x: Tensor, y: Tensor, r: float, max_neighbours: int | None = None
     Communication: that of `knn`.
     """
     points, places = side(x, "ball_query"), side(y, "ball_query")
-    return _within(points, places, r, max_neighbours, None)
+    return _within(points, places, r, max_neighbors, None)
 
 
 def edge_vectors(pos: Tensor, graph: ShardGraph, to: Tensor | None = None) -> Tensor:
@@ -134,7 +134,7 @@ def grouped(x: Tensor, graph: ShardGraph, width: int | None = None) -> tuple[Ten
     Args:
         x: (n, …) rows of the sources.
         graph: the graph, from `ball_query` or `knn`.
-        width: neighbours to make room for; by default as many as the fullest row of all has.
+        width: neighbors to make room for; by default as many as the fullest row of all has.
 
     Returns:
         (m, width, …) rows, zero where there are fewer; (m, width) bool, where there is one. Both
@@ -149,7 +149,7 @@ def grouped(x: Tensor, graph: ShardGraph, width: int | None = None) -> tuple[Ten
     fullest = max(graph.domain.share(int(count.max()) if len(count) else 0))
     width = fullest if width is None else width
     if fullest > width:
-        raise MeshshardError(f"grouped: {fullest} neighbours do not fit into a width of {width}")
+        raise MeshshardError(f"grouped: {fullest} neighbors do not fit into a width of {width}")
     mask = torch.arange(width, device=count.device) < count[:, None]
     at = torch.nonzero(mask.view(-1)).view(-1)
     local = graph.local(x)
@@ -166,7 +166,7 @@ def _counted(k: int, what: str) -> int:
     except TypeError:
         count = 0
     if count < 1:
-        raise MeshshardError(f"{what}: {k!r} neighbours; take a whole number, one or more")
+        raise MeshshardError(f"{what}: {k!r} neighbors; take a whole number, one or more")
     return count
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshshard.nn.slices._layer import Layer, Run, by_heads, collected, means, only_answer
-from meshshard.tensor.reductions import wide
+from meshshard.tensor.rules.reductions import wide
 
 __all__ = ["Backward", "Gradients", "leaf", "vjp"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.tensor import Sharding
-from meshshard.tensor.reductions import wide
-from meshshard.tensor.tokens import merged, merged_in_order
+from meshshard.tensor.rules.reductions import wide
+from meshshard.tensor.tokens import reduce_tokens, reduce_tokens_in_order
 
 __all__ = [
     "FEW",
@@ -163,11 +163,11 @@ class Run:
             for a in range(first, max(b, first + 1), self.tile or max(b, 1))
         ]
 
-    def merged(self, parts: Sequence[Tensor]) -> Tensor:
+    def reduce_tokens(self, parts: Sequence[Tensor]) -> Tensor:
         """Sums over all rows, of sums over own shards."""
         if self.counts is None:
-            return merged(self.domain, parts[0])
-        return merged_in_order(self.domain, torch.stack(list(parts)), self.counts)
+            return reduce_tokens(self.domain, parts[0])
+        return reduce_tokens_in_order(self.domain, torch.stack(list(parts)), self.counts)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
-from meshshard.nn._built import as_built
+from meshshard.nn._unmodified import is_unmodified
 from meshshard.nn.slices._layer import Layer, Piece, Run, Sums, collected, means, only_answer, same
 from meshshard.nn.slices._passes import apply
 from meshshard.nn.slices._stages import (
@@ -25,8 +25,8 @@ from meshshard.nn.slices._stages import (
     norm_of,
 )
 from meshshard.tensor import Sharding, ShardTensor
-from meshshard.tensor.core import refuse, uncompiled, wrap
-from meshshard.tensor.random import numbers
+from meshshard.tensor.rules.random import hash_uniform
+from meshshard.tensor.shard_tensor import refuse, uncompiled, wrap
 
 __all__ = [
     "VARIANTS",
@@ -124,7 +124,7 @@ class SliceAttention(nn.Module):
         return uncompiled(self._forward, x, context)  # type: ignore[no-any-return]
 
     def _forward(self, x: Tensor, context: Tensor | None) -> Tensor:
-        if not as_built(self):
+        if not is_unmodified(self):
             return self._by_modules(x, context)
         rows, sharding = batch_of(x, self.dim)
         layer = self.layer(self.noise(rows, sharding), context)
@@ -162,13 +162,13 @@ class SliceAttention(nn.Module):
         """One draw of Gumbel noise for the weights, made where it is needed; None in evaluation."""
         if self.variant != "plus" or not self.training:
             return None
-        seed = sharding.domain.draw()
+        seed = sharding.domain.shared_seed()
         keys = sharding.sources(rows.device).view(1, -1, 1, 1)
         shape = len(rows), self.heads, self.slices
         places = torch.arange(math.prod(shape), device=rows.device).view(shape)[:, None]
 
         def _noise(at: slice) -> Tensor:
-            u = numbers(seed, keys[:, at], places)
+            u = hash_uniform(seed, keys[:, at], places)
             return -torch.log(-torch.log(u + 1e-8) + 1e-8).to(rows.dtype)
 
         return _noise

@@ -1,0 +1,48 @@
+"""Commands that run several ranks: launch a script, prove this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from meshshard.cli import options
+
+__all__ = ["add_launch", "add_selftest"]
+
+
+def add_launch(commands: Any) -> None:
+    """`meshshard launch N script.py …`."""
+    p = commands.add_parser("launch", help="run a script on several ranks of this machine")
+    p.set_defaults(run=_launch)
+    p.add_argument("ranks", type=options.positive, metavar="N", help="number of ranks")
+    p.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT …",
+                   help="script.py or -m module, and its arguments")  # fmt: skip
+
+
+def add_selftest(commands: Any) -> None:
+    """`meshshard selftest --ranks N`."""
+    p = commands.add_parser("selftest", help="prove that shards equal one process, gradients too")
+    p.set_defaults(run=_selftest)
+    p.add_argument("--ranks", type=options.positive, default=2, metavar="N",
+                   help="number of ranks [2]")  # fmt: skip
+    p.add_argument("--folder", metavar="DIR", help="of shards with cell fields [the demo's]")
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from meshshard.errors import MeshshardError
+    from meshshard.ranks import launch
+
+    if args.words in ([], ["-m"]):
+        raise MeshshardError("say what to run: meshshard launch N script.py …, or -m module …")
+    script = args.words[0]
+    if script != "-m" and not Path(script).is_file():
+        raise MeshshardError(f"{script}: no such script; give a file, or -m module")
+    return launch.launch(args.ranks, args.words)
+
+
+def _selftest(args: argparse.Namespace) -> int:
+    from meshshard.ranks import launch
+
+    folder = ["--folder", args.folder] if args.folder else []
+    return launch.launch(args.ranks, ["-m", "meshshard.ranks.selftest", *folder])

@@ -1,0 +1,179 @@
+"""Report: what a file or a folder holds, and whether it can be trusted; for people and programs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshshard.atomic_write import damage_is_loud
+from meshshard.errors import MeshshardError, MeshWarning, n_of
+from meshshard.mesh import Array, Mesh
+from meshshard.mesh.cells import CELL_TYPES
+
+__all__ = ["about", "lines", "verdict"]
+
+
+def about(path: str | Path, time: float | None = None) -> dict[str, Any]:
+    """What a mesh file or a folder of shards holds.
+
+    Raises:
+        MeshshardError: it cannot be read.
+    """
+    if (Path(path) / "manifest.json").exists() or Path(path).name.endswith(".shards"):
+        return _about_folder(path)
+    from meshshard import io
+
+    return about_mesh(io.read(path, time=time))
+
+
+def about_mesh(mesh: Mesh) -> dict[str, Any]:
+    """Counts, bounds, fields, pieces and oddities of a mesh."""
+    from meshshard.mesh.inspection import inspect
+
+    types = np.bincount(mesh.types, minlength=1)
+    bounds = [mesh.points.min(axis=0), mesh.points.max(axis=0)] if mesh.n_points else []
+    found: dict[str, Any] = {
+        "name": mesh.name,
+        "kind": mesh.kind,
+        "points": mesh.n_points,
+        "cells": mesh.n_cells,
+        "cell_types": {CELL_TYPES[int(t)].name: int(types[t]) for t in np.flatnonzero(types)},
+        "bounds": [[float(x) for x in b] for b in bounds],
+        "points_dtype": str(mesh.points.dtype),
+        "offset": [float(x) for x in mesh.offset],
+        "blocks": list(mesh.blocks),
+        "fields": [*_fields(mesh.cell_fields, "cells"), *_fields(mesh.point_fields, "points")],
+    }
+    inspection = inspect(mesh)
+    found["findings"] = inspection.findings(mesh)
+    if mesh.n_cells:
+        found |= {"open_facets": inspection.open, "shared_facets": inspection.shared}
+        found["components"] = _components(mesh)
+    return found
+
+
+def lines(about: Mapping[str, Any]) -> list[str]:
+    """The same, as lines for people."""
+    if "sizes" in about:
+        with damage_is_loud(Path(about["path"])):
+            return _folder_lines(about)
+    cells = ", ".join(f"{n:,} {name}" for name, n in about["cell_types"].items())
+    out = [f"{about['name']}: {about['kind']}", f"  points      {about['points']:,}"]
+    if cells:
+        facet = {"volume": "faces", "surface": "edges"}.get(about["kind"], "ends")
+        out += [
+            f"  cells       {about['cells']:,} ({cells})",
+            f"  components  {about['components']} by shared {facet}",
+            f"  open {facet}  {about['open_facets']:,}; shared by three cells and more: "
+            f"{about['shared_facets']:,}",
+        ]
+    if about["bounds"]:
+        low, high = about["bounds"]
+        box = " x ".join(f"[{a:.6g}, {b:.6g}]" for a, b in zip(low, high, strict=True))
+        out.append(f"  bounds      {box} ({about['points_dtype']})")
+    if any(about["offset"]):
+        out.append(f"  far from the origin: positions are taken relative to {about['offset']}")
+    if about["blocks"]:
+        out.append(f"  blocks      {', '.join(about['blocks'])}")
+    out += [_field_line(f) for f in about["fields"]] or ["  no fields"]
+    return out + [f"  note: {line}" for line in about["findings"]]
+
+
+def verdict(path: str | Path) -> dict[str, Any]:
+    """Whether a file can be partitioned, or a folder is whole.
+
+    Returns:
+        `path`, `error` (None where all is well), `warnings`, and what was `proved`.
+    """
+    error, proved = None, ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            proved = _prove(path)
+        except (MeshshardError, OSError, MemoryError) as raised:
+            text = " ".join(str(raised).split())
+            error = text if Path(path).name in text else f"{path}: {text}"
+    said = [str(w.message) for w in caught if issubclass(w.category, MeshWarning)]
+    return {"path": str(path), "error": error, "warnings": said, "proved": proved}
+
+
+def _prove(path: str | Path) -> str:
+    if Path(path).is_dir():
+        from meshshard import store
+
+        folder = store.load(path).check()
+        return f"{n_of(folder.k, 'shards')}, every byte and the plan are right"
+    from meshshard import io
+    from meshshard.mesh.inspection import glue, inspect
+
+    mesh = io.read(path)
+    if mesh.n_cells:
+        glue(mesh)
+    else:
+        for line in inspect(mesh).findings(mesh):
+            warnings.warn(line, MeshWarning, stacklevel=2)
+    return f"a {mesh.kind} that can be cut"
+
+
+def _about_folder(path: str | Path) -> dict[str, Any]:
+    from meshshard import store
+
+    folder = store.load(path)
+    return {**folder.manifest, "path": str(folder.path), "results": folder.puts()}
+
+
+def _folder_lines(about: Mapping[str, Any]) -> list[str]:
+    from meshshard.partitioning.quality import Quality
+
+    source, method = about["source"] or {}, about["method"]
+    options = ", ".join(f"{k}={v}" for k, v in method.items() if k != "name" and v is not None)
+    fields = ", ".join(f"{f['name']} ({f['on']})" for f in about["fields"])
+    out = [
+        f"{about['path']}: {about['kind']} {about['name']}, {n_of(about['n_cells'], 'cells')}, "
+        f"{n_of(about['n_points'], 'points')}",
+        f"  source   {source.get('path', 'none')}",
+        f"  method   {method['name']}({options}), halo depth {about['halo_depth']}",
+        f"  fields   {fields or 'none'}",
+    ]
+    if about["results"]:
+        out.append(f"  results  {', '.join(about['results'])}")
+    return [*out, str(Quality(**about["quality"]))]
+
+
+def _fields(fields: Mapping[str, Array], on: str) -> Iterator[dict[str, Any]]:
+    for name, values in fields.items():
+        found: dict[str, Any] = {"name": name, "on": on, "dtype": str(values.dtype)}
+        found["width"] = int(np.prod(values.shape[1:], dtype=int))
+        if len(values) and values.dtype.kind in "fiub":
+            good = values[np.isfinite(values)] if values.dtype.kind == "f" else values
+            found["not_finite"] = int(values.size - good.size)
+            found["range"] = [good.min().item(), good.max().item()] if good.size else None
+        yield found
+
+
+def _field_line(field: Mapping[str, Any]) -> str:
+    where = f"{field['on']:6} {field['dtype']:8} x{field['width']}"
+    span = field.get("range")
+    text = f"  {where:22} {field['name']}"
+    if span is not None:
+        text += f"  [{span[0]:.6g}, {span[1]:.6g}]"
+    if field.get("not_finite"):
+        text += f", {n_of(field['not_finite'], 'values')} NaN or infinite"
+    return text
+
+
+def _components(mesh: Mesh) -> int:
+    """Connected components of the cells as stored, by shared facets."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    from meshshard.graph import cell_graph
+
+    graph = cell_graph(mesh)
+    n = graph.n_nodes
+    links = csr_array((np.ones(graph.n_edges, np.int8), graph.indices, graph.indptr), shape=(n, n))
+    return int(connected_components(links, directed=True, connection="strong")[0])

@@ -1,0 +1,230 @@
+"""Plan: who sends which rows to whom, for all shards at once; pure arrays, nothing is sent here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from meshshard.errors import PartitionError
+from meshshard.graph.graph import Graph
+from meshshard.mesh import Array
+from meshshard.mesh.ragged import ranges
+
+__all__ = ["Halo", "Plan", "check_edges", "halo_of", "plan_of", "received", "runs", "send_lists"]
+
+
+class Halo(NamedTuple):
+    """The rows that every shard needs from others; ids ascend, so owners do too.
+
+    Attributes:
+        offsets: (k + 1,) the halo of shard p is offsets[p]:offsets[p + 1].
+        ids: id of every halo row.
+        hops: uint8 steps from the owned rows to it, 1 to `depth`.
+        depth: hops that were asked for.
+    """
+
+    offsets: Array
+    ids: Array
+    hops: Array
+    depth: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one shard computes on and exchanges; local rows are its owned rows, then its halo.
+
+    Attributes:
+        shard: its number.
+        n_owned: owned rows.
+        halo: (n_halo,) int64 ids of the halo rows, ascending, so grouped by owner.
+        hops: (n_halo,) uint8 distance of each halo row.
+        indptr: (n_owned + n_halo + 1,) in-edges of local rows. Those of owned rows are the truth;
+            those of halo rows nearer than the last hop are copies of their owner's; the outermost
+            hop has none.
+        indices: source of every edge, as a local row.
+        send_rows: owned rows that others need, grouped by receiver, ids ascending.
+        send_counts: (k,) how many of them go to each shard.
+        recv_counts: (k,) how many halo rows come from each shard.
+    """
+
+    shard: int
+    n_owned: int
+    halo: Array
+    hops: Array
+    indptr: Array
+    indices: Array
+    send_rows: Array
+    send_counts: Array
+    recv_counts: Array
+
+    @property
+    def n_local(self) -> int:
+        """Owned and halo rows together."""
+        return self.n_owned + len(self.halo)
+
+    def cut_edges(self) -> Array:
+        """(n_edges,) bool, edges whose source is a halo row."""
+        return np.asarray(self.indices >= self.n_owned)
+
+    def interior(self) -> Array:
+        """(n_owned,) bool, owned rows that read owned rows only: computed while rows travel."""
+        crossing = np.concatenate([[0], np.cumsum(self.cut_edges())])
+        bounds = crossing[self.indptr[: self.n_owned + 1]]
+        return np.asarray(np.diff(bounds) == 0)
+
+
+def halo_of(graph: Graph, sizes: Array, depth: int) -> Halo:
+    """The halo of every shard of a graph whose rows are in shard order.
+
+    Args:
+        graph: nodes renumbered so that each shard's are contiguous.
+        sizes: (k,) owned rows of every shard.
+        depth: hops; 1 for one exchange a layer, L for one exchange in L layers.
+    """
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    near = [np.unique(_outside(graph, offsets, p)) for p in range(len(sizes))]
+    ids, hops = list(near), [np.ones(len(i), np.uint8) for i in near]
+    for step in range(2, depth + 1):
+        for p, border in enumerate(near):
+            far = np.unique(graph.indices[ranges(graph.indptr[border], graph.indptr[border + 1])])
+            owned = (far >= offsets[p]) & (far < offsets[p + 1])
+            near[p] = np.setdiff1d(far[~owned], ids[p], assume_unique=True)
+            ids[p] = np.concatenate([ids[p], near[p]])
+            hops[p] = np.concatenate([hops[p], np.full(len(near[p]), step, np.uint8)])
+    by = [np.argsort(i) for i in ids]
+    none = np.zeros(0, graph.indices.dtype)
+    return Halo(
+        np.concatenate([[0], np.cumsum([len(i) for i in ids], dtype=np.int64)]),
+        np.concatenate([none, *(i[o] for i, o in zip(ids, by, strict=True))]),
+        np.concatenate([none, *(r[o] for r, o in zip(hops, by, strict=True))]).astype(np.uint8),
+        depth,
+    )
+
+
+def _outside(graph: Graph, offsets: Array, shard: int) -> Array:
+    """Sources of the edges into one shard that it does not own, with repetitions."""
+    first, last = offsets[shard], offsets[shard + 1]
+    sources = graph.indices[graph.indptr[first] : graph.indptr[last]]
+    return np.asarray(sources[(sources < first) | (sources >= last)])
+
+
+def send_lists(halo: Halo, sizes: Array) -> tuple[Array, Array, Array]:
+    """Rows to send, grouped by (owner, receiver), ids ascending: the halos seen from their owners.
+
+    Returns:
+        The offsets (k + 1,) of each owner's rows, the owned rows, and counts (k, k) by
+        (receiver, owner).
+    """
+    k = len(sizes)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    owner = np.searchsorted(offsets, halo.ids, side="right") - 1
+    receiver = np.repeat(np.arange(k), np.diff(halo.offsets))
+    counts = np.bincount(receiver * k + owner, minlength=k * k).reshape(k, k)
+    order = np.argsort(owner, kind="stable")
+    rows = halo.ids[order] - offsets[owner[order]]
+    return np.concatenate([[0], np.cumsum(counts.sum(axis=0))]), rows, counts
+
+
+def received(plans: Sequence[Plan], sizes: Array) -> list[Array]:
+    """Ids that are sent to every shard, by owner: in a plan that closes, its halo.
+
+    Args:
+        plans: of all shards, in their order.
+        sizes: (k,) owned rows of every shard.
+    """
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    ids = [p.send_rows.astype(np.int64) + first[p.shard] for p in plans]
+    to = np.concatenate([np.repeat(np.arange(len(plans)), p.send_counts) for p in plans])
+    order = np.argsort(to, kind="stable")
+    counts = np.bincount(to, minlength=len(plans))
+    return np.split(np.concatenate(ids)[order], np.cumsum(counts)[:-1])
+
+
+def plan_of(
+    graph: Graph, sizes: Array, halo: Halo, sends: tuple[Array, Array, Array], shard: int
+) -> Plan:
+    """The plan of one shard, cut out of the arrays of all."""
+    first = int(sizes[:shard].sum())
+    n_owned = int(sizes[shard])
+    mine = slice(halo.offsets[shard], halo.offsets[shard + 1])
+    ids, hops = halo.ids[mine], halo.hops[mine]
+    indptr = graph.indptr[first : first + n_owned + 1]
+    sources = graph.indices[indptr[0] : indptr[-1]]
+    inner = ids[hops < halo.depth]
+    degree = np.zeros(len(ids), np.int64)
+    if len(inner):
+        starts, stops = graph.indptr[inner], graph.indptr[inner + 1]
+        sources = np.concatenate([sources, graph.indices[ranges(starts, stops)]])
+        degree[hops < halo.depth] = stops - starts
+    local = sources - sources.dtype.type(first)
+    away = np.flatnonzero((local < 0) | (local >= n_owned))
+    local[away] = n_owned + np.searchsorted(ids, sources[away])
+    starts, rows, counts = sends
+    return Plan(
+        shard=shard,
+        n_owned=n_owned,
+        halo=ids.astype(np.int64),
+        hops=hops,
+        indptr=np.concatenate([indptr - indptr[0], indptr[-1] - indptr[0] + np.cumsum(degree)]),
+        indices=local,
+        send_rows=rows[starts[shard] : starts[shard + 1]],
+        send_counts=counts[:, shard],
+        recv_counts=counts[shard],
+    )
+
+
+def check_edges(plan: Plan, graph: Graph, first: int) -> None:
+    """Do nothing if local sources, seen as ids, are the graph's own.
+
+    Args:
+        plan: of one shard.
+        graph: in shard order.
+        first: id of its first owned row.
+
+    Raises:
+        PartitionError: naming the shard and the edge that is wrong.
+    """
+    own = np.arange(first, first + plan.n_owned)
+    ids = np.concatenate([own, plan.halo])
+    if len(plan.indices) and not 0 <= plan.indices.min() <= plan.indices.max() < len(ids):
+        raise PartitionError(f"shard {plan.shard}: an edge has no local source")
+    known = np.diff(plan.indptr) > 0
+    known[: plan.n_owned] = True
+    for row in (known, np.arange(len(ids)) < plan.n_owned):
+        starts, stops = graph.indptr[ids[row]], graph.indptr[ids[row] + 1]
+        if (np.diff(plan.indptr)[row] != stops - starts).any():
+            raise PartitionError(f"shard {plan.shard}: a row has lost in-edges")
+    sources = graph.indices[graph.indptr[first] :] if len(own) else own
+    count = plan.indptr[plan.n_owned]
+    wrong = np.flatnonzero(ids[plan.indices[:count]] != sources[:count])
+    if len(wrong):
+        raise PartitionError(f"shard {plan.shard}: edge {wrong[0]} has another source")
+
+
+def runs(sizes: Array, ranks: int) -> Array:
+    """Cut k shards into `ranks` runs: (ranks + 1,) offsets that make the largest run smallest.
+
+    Every run has a shard at least; among equals the cuts lie leftmost.
+    """
+    k = len(sizes)
+    total = np.concatenate([[0], np.cumsum(sizes)])
+    low, high = int(np.max(sizes, initial=0)), int(total[-1])
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fill(total, ranks, middle)[0] == 0 else (middle + 1, high)
+    cuts = _fill(total, ranks, low)
+    cuts[0], cuts[-1] = 0, k
+    return cuts
+
+
+def _fill(total: Array, ranks: int, most: int) -> Array:
+    """Fill runs from the right, none above `most`; the first cut is 0 where that suffices."""
+    cuts = np.empty(ranks + 1, np.int64)
+    cuts[ranks] = len(total) - 1
+    for r in range(ranks - 1, -1, -1):
+        lowest = int(np.searchsorted(total, total[cuts[r + 1]] - most))
+        cuts[r] = max(lowest, r)  # r runs to the left need a shard each
+    return cuts

@@ -1,0 +1,304 @@
+"""From VTK's XML elements to data sets: pieces, blocks, partitions and time steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+
+from meshshard.errors import ReadError
+from meshshard.io.dataset import Dataset, free_name
+from meshshard.io.readers.vtk_faces import faces_of_stream, listed_faces
+from meshshard.io.readers.vtk_topology import (
+    MOST_IMPLICIT,
+    SECTIONS,
+    lattice,
+    polydata_cells,
+    structured_cells,
+)
+from meshshard.io.readers.vtk_xml import INFLATE, Inflate, XmlFile
+from meshshard.mesh import Array, Faces
+from meshshard.mesh.checks import warn
+
+__all__ = ["read_xml"]
+
+Element = ElementTree.Element
+DEEPEST = 16  # files that name files that name files: a circle, not a data set
+IMAGE = {"Origin": "0 0 0", "Spacing": "1 1 1", "Direction": "1 0 0 0 1 0 0 0 1"}
+COMPOSITE = ("vtkMultiBlockDataSet", "vtkPartitionedDataSetCollection", "vtkPartitionedDataSet")
+
+
+def read_xml(
+    path: Path, inflate: Mapping[str, Inflate] = INFLATE, time: float | None = None, depth: int = 0
+) -> list[Dataset]:
+    """All leaves of a VTK XML file and of the files it names, in order.
+
+    Args:
+        path: .vtp .vtu .vts .vtr .vti, their parallel forms, .vtm .vtpc or .pvd.
+        inflate: compressors by VTK's names.
+        time: the step to take from a .pvd.
+        depth: how many files led here.
+
+    Raises:
+        ReadError: anything is missing, damaged or not understood.
+    """
+    if depth > DEEPEST:
+        raise ReadError(f"{path}: files that refer to each other in a circle")
+    file = XmlFile(path, inflate)
+    kind = file.root.get("type", "")
+    body = next((child for child in file.root if child.tag == kind), None)
+    if body is None:
+        raise ReadError(f"{path}: the element <{kind}> is missing")
+    if kind in COMPOSITE:
+        return list(_blocks(body, path, inflate, depth, ()))
+    if kind == "Collection":
+        return _step(body, path, inflate, depth, time)
+    if kind.startswith("P") and body.find("Piece[@Source]") is not None:
+        return [
+            leaf
+            for piece in body.findall("Piece")
+            for leaf in _follow(piece.get("Source"), path, inflate, depth)
+        ]
+    make = _KINDS.get(kind)
+    if make is None:
+        raise ReadError(
+            f"{path}: data of type {kind} cannot be partitioned; "
+            f"these can: {', '.join([*_KINDS, *COMPOSITE])}"
+        )
+    return [make(file, body, piece) for piece in body.findall("Piece")]
+
+
+def _follow(
+    name: str | None, path: Path, inflate: Mapping[str, Inflate], depth: int
+) -> list[Dataset]:
+    """Read a file that another one names."""
+    target = path.parent / (name or "")
+    if not name or not target.is_file():
+        raise ReadError(f"{path}: refers to '{name}', which does not exist; copy it beside")
+    if target.stat().st_size == 0:
+        raise ReadError(f"{path}: refers to '{name}', which is an empty file (0 bytes)")
+    return read_xml(target, inflate, depth=depth + 1)
+
+
+def _blocks(
+    element: Element, path: Path, inflate: Mapping[str, Inflate], depth: int, above: Sequence[str]
+) -> Iterator[Dataset]:
+    """Leaves below a block; a leaf without a file is an empty block."""
+    for child in element:
+        name = child.get("name") or child.get("index") or ""
+        if child.tag == "DataSet" and child.get("file"):
+            # partitions of one block are pieces of it, not blocks of their own
+            names: Sequence[str] = (
+                above if element.tag in ("Partitions", "Piece") else (*above, name)
+            )
+            for leaf in _follow(child.get("file"), path, inflate, depth):
+                inner = (*names, leaf.block) if leaf.block else names
+                yield replace(leaf, block="/".join(inner))
+        elif child.tag in ("Block", "Piece", "Partitions"):
+            yield from _blocks(child, path, inflate, depth, (*above, name))
+
+
+def _step(
+    body: Element, path: Path, inflate: Mapping[str, Inflate], depth: int, time: float | None
+) -> list[Dataset]:
+    """One time step of a collection: the only one or the one asked for."""
+    entries = [(_number(d.get("timestep", "0"), path), d.get("file")) for d in body]
+    times = sorted({t for t, _ in entries})
+    listed = ", ".join(f"{t:g}" for t in times)
+    if time is None and len(times) > 1:
+        raise ReadError(f"{path}: {len(times)} time steps ({listed}); choose one with --time T")
+    wanted = times[0] if time is None and times else time
+    if wanted not in times:
+        raise ReadError(f"{path}: has no time {wanted}; it has {listed or 'none'}")
+    return [
+        leaf for t, name in entries if t == wanted for leaf in _follow(name, path, inflate, depth)
+    ]
+
+
+def _number(text: str, path: Path) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ReadError(f"{path}: '{text}' is not a number") from None
+
+
+def _count(element: Element, attribute: str, path: Path) -> int:
+    text = element.get(attribute, "0")
+    if not text.strip().isdigit():
+        raise ReadError(f'{path}: {attribute}="{text}" is not a count')
+    return int(text)
+
+
+def _integers(element: Element, attribute: str, n: int, path: Path) -> list[int]:
+    words = element.get(attribute, "").split()
+    try:
+        numbers = [int(word) for word in words]
+    except ValueError:
+        numbers = []
+    if len(numbers) != n:
+        raise ReadError(f'{path}: {attribute}="{" ".join(words)}" should be {n} integers')
+    return numbers
+
+
+def _polydata(file: XmlFile, body: Element, piece: Element) -> Dataset:
+    n = _count(piece, "NumberOfPoints", file.path)
+    runs = {
+        section: _ragged(file, piece.find(section), rows, "offsets", "connectivity")
+        for section in SECTIONS
+        if (rows := _count(piece, f"NumberOf{section}", file.path))
+    }
+    connectivity, offsets, types = polydata_cells(runs)
+    n_cells = len(types)
+    return Dataset(
+        points=_points(file, piece, n),
+        connectivity=connectivity,
+        offsets=offsets,
+        types=types,
+        point_fields=_fields(file, piece.find("PointData"), n, "point"),
+        cell_fields=_fields(file, piece.find("CellData"), n_cells, "cell"),
+    )
+
+
+def _unstructured(file: XmlFile, body: Element, piece: Element) -> Dataset:
+    n = _count(piece, "NumberOfPoints", file.path)
+    n_cells = _count(piece, "NumberOfCells", file.path)
+    cells = piece.find("Cells")
+    connectivity, offsets = _ragged(file, cells, n_cells, "offsets", "connectivity")
+    types = file.values(_array(file, cells, "types"), n_cells) if n_cells else np.zeros(0, np.uint8)
+    if len(types) and (types.min() < 0 or types.max() > 255):
+        raise ReadError(f"{file.path}: cell types must be 0 to 255")
+    return Dataset(
+        points=_points(file, piece, n),
+        connectivity=connectivity,
+        offsets=offsets,
+        types=types.astype(np.uint8, copy=False),
+        faces=_faces(file, cells, n_cells) if n_cells else None,
+        point_fields=_fields(file, piece.find("PointData"), n, "point"),
+        cell_fields=_fields(file, piece.find("CellData"), n_cells, "cell"),
+    )
+
+
+def _array(file: XmlFile, section: Element | None, name: str) -> Element:
+    found = None if section is None else section.find(f"DataArray[@Name='{name}']")
+    if found is None:
+        where = "the file" if section is None else f"<{section.tag}>"
+        raise ReadError(f"{file.path}: the array '{name}' is missing from {where}")
+    return found
+
+
+def _ragged(
+    file: XmlFile, section: Element | None, n: int, offsets: str, values: str
+) -> tuple[Array, Array]:
+    """Values and the offsets that cut them, from 0 (n + 1,) int64."""
+    if not n:
+        return np.zeros(0, np.int64), np.zeros(1, np.int64)
+    ends = file.values(_array(file, section, offsets), None)
+    if len(ends) == n + 1 and ends[0] == 0:
+        ends = ends[1:]  # some writers store the leading zero
+    if len(ends) != n:
+        raise ReadError(f"{file.path}: {len(ends)} {offsets} where the header declares {n} cells")
+    out = np.zeros(n + 1, np.int64)
+    out[1:] = ends
+    return file.values(_array(file, section, values)), out
+
+
+def _faces(file: XmlFile, cells: Element | None, n_cells: int) -> Faces | None:
+    """Faces of polyhedra: VTK 9.4's four arrays, or the older face stream."""
+    names = {} if cells is None else {e.get("Name"): e for e in cells}
+    if "face_connectivity" in names:
+        return _new_faces(file, names, n_cells)
+    if "faces" not in names or "faceoffsets" not in names:
+        return None
+    ends = file.values(names["faceoffsets"], n_cells).astype(np.int64)
+    stream = file.values(names["faces"]).astype(np.int64)
+    return faces_of_stream(stream, ends, str(file.path))
+
+
+def _new_faces(file: XmlFile, names: Mapping[str | None, Element], n_cells: int) -> Faces | None:
+    missing = {"face_offsets", "polyhedron_to_faces", "polyhedron_offsets"} - set(names)
+    if missing:
+        raise ReadError(f"{file.path}: the face array '{min(missing)}' is missing")
+    of = file.values(names["polyhedron_to_faces"]).astype(np.int64)
+    if not len(of):
+        return None
+    per_cell = np.zeros(n_cells + 1, np.int64)
+    per_cell[1:] = file.values(names["polyhedron_offsets"], n_cells)
+    ends = file.values(names["face_offsets"])
+    offsets = np.concatenate([np.zeros(1, np.int64), ends])
+    ids = file.values(names["face_connectivity"])
+    return listed_faces(of, per_cell, offsets, ids, str(file.path))
+
+
+def _points(file: XmlFile, piece: Element, n: int) -> Array:
+    """(n, 3) coordinates."""
+    section = piece.find("Points")
+    array = None if section is None else section.find("DataArray")
+    if array is None:
+        if n:
+            raise ReadError(f"{file.path}: {n} points are declared, their coordinates are missing")
+        return np.zeros((0, 3), np.float32)
+    return file.values(array, 3 * n).reshape(n, 3)
+
+
+def _fields(file: XmlFile, section: Element | None, n: int, kind: str) -> dict[str, Array]:
+    """Numeric arrays of a section, in file order; others are named and left out."""
+    out: dict[str, Array] = {}
+    for i, array in enumerate(section if section is not None else ()):
+        name = array.get("Name") or f"array {i}"
+        if array.get("type") == "String" or array.tag != "DataArray":
+            warn(f"{file.path}: {kind} array '{name}' is not numeric, left out")
+            continue
+        if name in out:
+            warn(f"{file.path}: two {kind} arrays are called '{name}'; the later is renamed")
+            name = free_name(name, out)
+        width = _count(array, "NumberOfComponents", file.path) or 1
+        values = file.values(array, n * width)
+        out[name] = values.reshape(n, width) if width > 1 else values
+    return out
+
+
+def _grid(file: XmlFile, body: Element, piece: Element) -> Dataset:
+    """Structured, rectilinear and image data: the topology is implied by the extent."""
+    low, high = np.array(_integers(piece, "Extent", 6, file.path)).reshape(3, 2).T
+    shape = [int(v) for v in high - low + 1]
+    n = int(np.prod([float(max(0, s)) for s in shape]))
+    axes = [max(0, s - 1) for s in shape if s > 1]
+    n_cells = int(np.prod([float(a) for a in axes])) if axes and n else 0
+    points = _fields(file, piece.find("PointData"), n, "point")
+    cells = _fields(file, piece.find("CellData"), n_cells, "cell")
+    explicit = piece.find("Points") is not None
+    if not (points or cells or explicit) and n > MOST_IMPLICIT:
+        raise ReadError(f"{file.path}: {n} structured points are declared without any array")
+    if n == 0:
+        return Dataset(np.zeros((0, 3), np.float32))
+    where = _points(file, piece, n) if explicit else _lattice(file, body, piece, low, shape)
+    connectivity, offsets, types = structured_cells(shape)
+    return Dataset(where, connectivity, offsets, types, None, points, cells)
+
+
+def _lattice(file: XmlFile, body: Element, piece: Element, low: Array, shape: list[int]) -> Array:
+    """(n, 3) points of a rectilinear grid or an image, x fastest."""
+    coordinates = piece.find("Coordinates")
+    if coordinates is not None:
+        return lattice([file.values(a, n) for a, n in zip(coordinates, shape, strict=True)])
+    origin, spacing, turn = (
+        np.array([_number(word, file.path) for word in body.get(key, default).split()])
+        for key, default in IMAGE.items()
+    )
+    if (len(origin), len(spacing), len(turn)) != (3, 3, 9):
+        raise ReadError(f"{file.path}: Origin, Spacing or Direction of the image is damaged")
+    steps = [np.arange(lo, lo + s) for lo, s in zip(low, shape, strict=True)]
+    flat = lattice([s * h for s, h in zip(steps, spacing, strict=True)])
+    return np.asarray(flat @ turn.reshape(3, 3).T + origin)
+
+
+_KINDS = {
+    "PolyData": _polydata,
+    "UnstructuredGrid": _unstructured,
+    "StructuredGrid": _grid,
+    "RectilinearGrid": _grid,
+    "ImageData": _grid,
+}

@@ -1,0 +1,331 @@
+"""Facets: what cells are glued along, matched exactly by one in-place sort.
+
+The facets of a surface are its edges, of a volume its faces, of curves their end points. Every
+facet of every cell is listed, cell by cell; two facets are one where they have the same corners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, reduce
+
+import numpy as np
+
+from meshshard.errors import MeshError
+from meshshard.mesh.arrays import Array
+from meshshard.mesh.cells import CELL_TYPES, POLYHEDRON, CellType
+from meshshard.mesh.mesh import Mesh
+from meshshard.mesh.ragged import ranges
+
+__all__ = ["Facets", "Matches", "edges", "facets", "match"]
+
+Sides = list[tuple[int, ...]]  # the corners of each facet of one cell
+BLOCK = 1 << 14  # cells or facets at once: what is computed of them stays in the cache
+MOST_SHARERS = (
+    1000  # cells on one facet; beyond it the mesh is broken, and pairs grow with the square
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Facets:
+    """The facets of all cells, cell by cell.
+
+    Attributes:
+        offsets: (n_cells + 1,) int64; facets of cell i are offsets[i]:offsets[i + 1].
+        low: (n_facets,) int32 or int64, the smallest point id of each facet.
+        tag: (n_facets,) int64 or uint64, the same for facets of the same corners: the other end
+            of an edge; for a face a 64-bit hash of its corners, whatever their order.
+        forward: (n_facets,) bool, an edge runs from its smaller id to its larger; None elsewhere.
+    """
+
+    offsets: Array
+    low: Array
+    tag: Array
+    forward: Array | None = None
+
+    @cached_property
+    def owner(self) -> Array:
+        """(n_facets,) int32 cell of each facet."""
+        n = len(self.offsets) - 1
+        return np.repeat(np.arange(n, dtype=_id_type(n)), np.diff(self.offsets))
+
+
+@dataclass(frozen=True, eq=False)
+class Matches:
+    """Which facets are the same one.
+
+    Attributes:
+        facets: what was matched.
+        first, second: (n_matches,) facets of different listings that coincide; where c > 2 cells
+            share a facet all c (c - 1) / 2 pairs are here.
+        shared: number of different facets that more than two cells share.
+    """
+
+    facets: Facets
+    first: Array
+    second: Array
+    shared: int
+
+    @cached_property
+    def open(self) -> Array:
+        """(n_facets,) bool, facets that no other cell has."""
+        return np.asarray(self.twin < 0)
+
+    @cached_property
+    def twin(self) -> Array:
+        """(n_facets,) cell on the other side of each facet, -1 on open ones (one of several)."""
+        owner = self.facets.owner
+        out = np.full(len(owner), -1, owner.dtype)
+        out[self.first], out[self.second] = owner[self.second], owner[self.first]
+        return out
+
+
+def facets(mesh: Mesh) -> Facets:
+    """List the facets of every cell, by point ids seen through the mesh's weld map."""
+    ids = _welded(mesh)
+    if mesh.dim == 2 and _all_corners(mesh.types):
+        return _edges_of_polygons(mesh.offsets, ids)
+    return _facets_by_type(mesh, ids)
+
+
+def match(listed: Facets, n_points: int) -> Matches:
+    """Pair equal facets.
+
+    The low id, as many bits of the tag's hash as fit and the facet's index are packed into one
+    64-bit word each and sorted in place; equal neighbors are candidates, compared by the whole
+    tag. Runs of three and more (non-manifold facets, or a clash of the short hash) are sorted
+    again by low and tag. Degenerate edges (both ends the same point) match nothing.
+
+    Raises:
+        MeshError: more than 1000 cells share one facet.
+    """
+    keys, index_bits = _pack(listed, n_points)
+    keys.sort()
+    a, b, in_run = _equal_neighbors(keys, index_bits)
+    del keys
+    good = listed.tag[a] == listed.tag[b]
+    if listed.forward is not None and (listed.tag == listed.low).any():
+        good &= listed.tag[a] != listed.low[a]
+    simple = good & ~in_run
+    more_a, more_b, shared = _match_runs(listed, np.union1d(a[in_run], b[in_run]))
+    a, b = np.concatenate([a[simple], more_a]), np.concatenate([b[simple], more_b])
+    return Matches(listed, a, b, shared)
+
+
+def edges(mesh: Mesh) -> tuple[Array, Array]:
+    """Both ends of every edge of every cell, with repetitions (point ids as stored, no weld).
+
+    Edges run from corner to corner along polygons, the faces of solids and poly-lines. Nodes of a
+    curved cell beyond its corners hang on all corners of the cell.
+    """
+    ends: list[tuple[Array, Array]] = []
+    if mesh.faces is not None:
+        ends.append(_following(mesh.faces.offsets, mesh.faces.connectivity))
+    ids = mesh.connectivity
+    for number in np.unique(mesh.types):
+        cell = CELL_TYPES[int(number)]
+        rows = np.flatnonzero(mesh.types == number)
+        if cell.n_points == 0 and cell.dim < 3:
+            starts, stops = mesh.offsets[rows], mesh.offsets[rows + 1]
+            taken = ranges(starts, stops)
+            bounds = np.concatenate([[0], np.cumsum(stops - starts)])
+            a, b = _following(bounds, ids[taken])
+            keep = np.ones(len(a), bool)
+            keep[bounds[1:] - 1] = cell.dim == 2  # a poly-line does not close
+            ends.append((a[keep], b[keep]))
+        elif number != POLYHEDRON:
+            starts = mesh.offsets[rows]
+            ends.extend((ids[starts + i], ids[starts + j]) for i, j in _edge_table(cell))
+    none = ids[:0]
+    return (
+        np.concatenate([none, *(a for a, _ in ends)]),
+        np.concatenate([none, *(b for _, b in ends)]),
+    )
+
+
+def _edge_table(cell: CellType) -> list[tuple[int, int]]:
+    """Pairs of points of one cell that an edge links."""
+    corners = cell.n_corners or cell.n_points
+    rings = cell.faces or (tuple(range(corners)),)
+    around = {tuple(sorted(e)) for r in rings for e in zip(r, r[1:] + r[:1], strict=True)}
+    hanging = {(c, extra) for c in range(corners) for extra in range(corners, cell.n_points)}
+    return sorted((i, j) for i, j in around | hanging if i != j)
+
+
+def _following(offsets: Array, ids: Array) -> tuple[Array, Array]:
+    """Every corner and the next one round its polygon, the last followed by the first."""
+    following = np.empty_like(ids)
+    following[:-1] = ids[1:]
+    following[offsets[1:] - 1] = ids[offsets[:-1]]
+    return ids, following
+
+
+def _match_runs(listed: Facets, rows: Array) -> tuple[Array, Array, int]:
+    """All pairs of equal facets among `rows`, and how many facets have three cells or more."""
+    rows = rows[np.lexsort((listed.tag[rows], listed.low[rows]))]
+    if listed.forward is not None:
+        rows = rows[listed.tag[rows] != listed.low[rows]]
+    low, tag = listed.low[rows], listed.tag[rows]
+    new = np.ones(len(rows), bool)
+    new[1:] = (low[1:] != low[:-1]) | (tag[1:] != tag[:-1])
+    group = np.cumsum(new) - 1
+    size = np.bincount(group, minlength=1)
+    most = int(size.max())
+    if most > MOST_SHARERS:
+        point = int(low[np.flatnonzero(group == size.argmax())[0]])
+        raise MeshError(
+            f"{most} cells share one facet at point {point}; this is no mesh of neighbors: "
+            "remove the collapsed cells, or partition its points"
+        )
+    pairs = [np.flatnonzero(group[s:] == group[:-s]) for s in range(1, most)]
+    first = [rows[p] for p in pairs]
+    second = [rows[p + s] for s, p in enumerate(pairs, 1)]
+    none = rows[:0]
+    return np.concatenate([none, *first]), np.concatenate([none, *second]), int((size > 2).sum())
+
+
+def _pack(listed: Facets, n_points: int) -> tuple[Array, int]:
+    """Sortable words (low id | short hash of the tag | facet index), and the bits of the index."""
+    n = len(listed.low)
+    index_bits = max(1, (n - 1).bit_length())
+    hash_bits = 64 - index_bits - max(1, (n_points - 1).bit_length())
+    if hash_bits < 4:
+        raise MeshError(f"{n} facets on {n_points} points are too many to match")
+    keys = np.empty(n, np.uint64)
+    for first in range(0, n, BLOCK):
+        block = slice(first, first + BLOCK)
+        key, short = keys[block], listed.tag[block].astype(np.uint64)
+        short *= np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: Fibonacci hashing
+        short >>= np.uint64(64 - hash_bits)
+        key[:] = listed.low[block]
+        key <<= np.uint64(hash_bits)
+        key |= short
+        key <<= np.uint64(index_bits)
+        key |= np.arange(first, first + len(key), dtype=np.uint64)
+    return keys, index_bits
+
+
+def _equal_neighbors(keys: Array, index_bits: int) -> tuple[Array, Array, Array]:
+    """Pairs of consecutive sorted words that are equal but for the facet index.
+
+    Returns:
+        Both facets of every pair, and whether the pair is part of a run of three and more.
+    """
+    kind, mask = _id_type(len(keys)), np.uint64((1 << index_bits) - 1)
+    count, n = 0, len(keys)
+    a, b, in_run = np.empty(n, kind), np.empty(n, kind), np.empty(n, bool)  # filled as far as found
+    for first in range(0, n - 1, BLOCK):
+        start = max(first - 1, 0)  # one pair before and one behind tell the runs
+        block = keys[start : first + BLOCK + 2]
+        same = np.zeros(len(block) + 1, bool)  # same[i + 1]: pair i
+        np.less_equal(block[1:] ^ block[:-1], mask, out=same[1:-1])
+        at = np.flatnonzero(same[1 + first - start : 1 + first - start + BLOCK]) + first - start
+        at = at[at < len(block) - 1]
+        index = (block & mask).astype(kind)
+        more = slice(count, count + len(at))
+        a[more], b[more], in_run[more] = index[at], index[at + 1], same[at] | same[at + 2]
+        count += len(at)
+    return a[:count], b[:count], in_run[:count]
+
+
+def _edges_of_polygons(offsets: Array, ids: Array) -> Facets:
+    """Edges of linear polygons: corner to next corner, the last back to the first."""
+    ids, following = _following(offsets, ids)
+    high = np.maximum(ids, following)
+    return Facets(offsets, np.minimum(ids, following), high, ids < following)
+
+
+def _facets_by_type(mesh: Mesh, ids: Array) -> Facets:
+    """Facets of cells of several types, placed cell by cell."""
+    groups = list(_groups(mesh))
+    counts = np.zeros(mesh.n_cells, np.int64)
+    for rows, sides in groups:
+        counts[rows] = len(sides)
+    if mesh.faces is not None:
+        counts += np.diff(mesh.faces.cell_offsets)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    low = np.empty(offsets[-1], ids.dtype)
+    tag = np.empty(offsets[-1], np.uint64 if mesh.dim == 3 else ids.dtype)
+    forward = np.empty(offsets[-1], bool) if mesh.dim == 2 else None
+    for rows, sides in _in_blocks(groups):
+        corners = [ids.take(mesh.offsets[rows] + i) for i in range(1 + max(map(max, sides)))]
+        marks = [_scramble(c) for c in corners] if mesh.dim == 3 else corners
+        mix = np.add if mesh.dim == 3 else np.maximum
+        for j, side in enumerate(sides):
+            at = offsets[rows] + j
+            low[at] = reduce(np.minimum, (corners[i] for i in side))
+            tag[at] = reduce(mix, (marks[i] for i in side))
+            if forward is not None:
+                forward[at] = corners[side[0]] < corners[side[1]]
+    if mesh.faces is not None:
+        _place_polyhedra(mesh, offsets, low, tag)
+    return Facets(offsets, low, tag, forward)
+
+
+def _groups(mesh: Mesh) -> Iterator[tuple[Array, Sides]]:
+    """Cells of one type and size: their rows, and the corners of each of their facets."""
+    for number in np.flatnonzero(np.bincount(mesh.types)):
+        if number == POLYHEDRON:
+            continue
+        cell = CELL_TYPES[int(number)]
+        rows = np.flatnonzero(mesh.types == number)
+        size = mesh.offsets[rows + 1] - mesh.offsets[rows]
+        for n in np.flatnonzero(np.bincount(size)):
+            yield rows[size == n], _sides(cell, cell.n_corners or int(n))
+
+
+def _in_blocks(groups: list[tuple[Array, Sides]]) -> Iterator[tuple[Array, Sides]]:
+    """The same groups, a block of rows at a time."""
+    for rows, sides in groups:
+        for first in range(0, len(rows), BLOCK):
+            yield rows[first : first + BLOCK], sides
+
+
+def _sides(cell: CellType, corners: int) -> Sides:
+    """Corners of each facet of one cell, counted from its first."""
+    if cell.dim == 3:
+        return list(cell.faces)
+    if cell.dim == 2:
+        return [(i, (i + 1) % corners) for i in range(corners)]
+    return [(0,), (corners - 1,)]
+
+
+def _place_polyhedra(mesh: Mesh, offsets: Array, low: Array, tag: Array) -> None:
+    """Write low ids and tags of polyhedron faces into their places."""
+    assert mesh.faces is not None
+    cell_offsets, face_offsets, connectivity = mesh.faces
+    if len(connectivity) == 0:
+        return
+    ids = connectivity if mesh.weld is None else mesh.weld[connectivity]
+    count = np.diff(cell_offsets)
+    place = np.repeat(offsets[:-1] - cell_offsets[:-1], count) + np.arange(count.sum())
+    low[place] = np.minimum.reduceat(ids, face_offsets[:-1])
+    tag[place] = np.add.reduceat(_scramble(ids), face_offsets[:-1])
+
+
+def _scramble(ids: Array) -> Array:
+    """A 64-bit mix of each id (the finaliser of SplitMix64: Steele, Lea and Flood, 2014)."""
+    x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def _all_corners(types: Array) -> bool:
+    """Whether every cell is bounded by all of its points."""
+    return all(not CELL_TYPES[int(t)].n_corners for t in np.flatnonzero(np.bincount(types)))
+
+
+def _welded(mesh: Mesh) -> Array:
+    """Point ids of all cells in the smallest type, through the weld map."""
+    ids = mesh.connectivity.astype(_id_type(mesh.n_points), copy=False)
+    return ids if mesh.weld is None else mesh.weld.astype(ids.dtype, copy=False)[ids]
+
+
+def _id_type(n: int) -> type[np.int32] | type[np.int64]:
+    """The smallest integer type that holds ids below n."""
+    return np.int32 if n < 2**31 else np.int64

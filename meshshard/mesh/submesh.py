@@ -1,0 +1,202 @@
+"""Assembly: take a piece out of a mesh, put pieces together again; each the other's inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshshard.errors import MeshError
+from meshshard.mesh.arrays import Array
+from meshshard.mesh.mesh import Faces, Mesh
+from meshshard.mesh.ragged import offsets_of, ranges
+from meshshard.partitioning.partition import Partition
+
+__all__ = ["Piece", "assemble", "extract", "pieces_of"]
+
+
+class Piece(NamedTuple):
+    """A part of a mesh as a mesh of its own, and where its rows come from.
+
+    Attributes:
+        mesh: the piece; ids in it are local.
+        cells: (n_cells,) row of each of its cells in the whole mesh.
+        points: (n_points,) row of each of its points in the whole mesh.
+    """
+
+    mesh: Mesh
+    cells: Array
+    points: Array
+
+
+def extract(mesh: Mesh, cells: Array, points: Array | None = None) -> Piece:
+    """The cells of some rows, in that order, with all their points and the fields of both.
+
+    Args:
+        mesh: the whole.
+        cells: rows of the cells.
+        points: rows of points that come first, in that order, used or not. The others that the
+            cells need follow, ascending.
+    """
+    starts, stops = mesh.offsets[cells], mesh.offsets[cells + 1]
+    ids = mesh.connectivity[ranges(starts, stops)]
+    face_ids, face_bounds, cell_bounds = _faces_of(mesh, cells)
+    rows = _needed(mesh.n_points, [ids, face_ids], points)
+    place = np.empty(mesh.n_points, np.int32 if mesh.n_points < 2**31 else np.int64)
+    place[rows] = np.arange(len(rows), dtype=place.dtype)
+    faces = None
+    if mesh.faces is not None:
+        faces = Faces(cell_bounds, face_bounds, place[face_ids])
+    piece = Mesh(
+        points=mesh.points.take(rows, axis=0),
+        connectivity=place[ids],
+        offsets=offsets_of(stops - starts),
+        types=mesh.types[cells],
+        faces=faces,
+        point_fields={name: a.take(rows, axis=0) for name, a in mesh.point_fields.items()},
+        cell_fields={name: a.take(cells, axis=0) for name, a in mesh.cell_fields.items()},
+        cell_origin=None if mesh.cell_origin is None else mesh.cell_origin[cells],
+        blocks=mesh.blocks,
+        name=mesh.name,
+    )
+    return Piece(piece, np.asarray(cells), rows)
+
+
+def assemble(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str = "mesh") -> Mesh:
+    """The mesh whose cells the pieces hold once each, and whose points at least once.
+
+    Raises:
+        MeshError: a row that no piece holds, a cell that two hold, or pieces with different fields.
+    """
+    _prove_cover(pieces, n_cells, n_points, name)
+    first = pieces[0].mesh
+    points = np.empty((n_points, 3), first.points.dtype)
+    count = np.zeros(n_cells, np.int64)
+    types = np.zeros(n_cells, np.uint8)
+    origin = None if first.cell_origin is None else np.empty(n_cells, np.int64)
+    for piece, cells, rows in pieces:
+        points[rows] = piece.points
+        count[cells] = np.diff(piece.offsets)
+        types[cells] = piece.types
+        if origin is not None and piece.cell_origin is not None:
+            origin[cells] = piece.cell_origin
+    offsets = offsets_of(count)
+    connectivity = np.empty(offsets[-1], np.int64)
+    for piece, cells, rows in pieces:
+        connectivity[ranges(offsets[cells], offsets[cells + 1])] = rows[piece.connectivity]
+    return Mesh(
+        points=points,
+        connectivity=connectivity,
+        offsets=offsets,
+        types=types,
+        faces=_assemble_faces(pieces, n_cells),
+        point_fields=_fields([(p.mesh.point_fields, p.points) for p in pieces], n_points, name),
+        cell_fields=_fields([(p.mesh.cell_fields, p.cells) for p in pieces], n_cells, name),
+        cell_origin=origin,
+        blocks=first.blocks,
+        name=name,
+    )
+
+
+def pieces_of(partition: Partition) -> Iterator[Piece]:
+    """The cells and points of every shard; its owned rows come first, in shard order.
+
+    A shard of points also holds the cells whose lowest owner it is, and the points these need.
+    Points that no cell uses are held by the first shard of cells.
+
+    Raises:
+        MeshError: the partition is of a bare graph.
+    """
+    mesh = partition.mesh
+    if mesh is None:
+        raise MeshError("a bare graph has no cells and points to hand out")
+    first = partition.offsets
+    if partition.entity == "cells":
+        used = np.zeros(mesh.n_points, bool)
+        used[mesh.connectivity] = True
+        orphans = np.flatnonzero(~used)
+        for p in range(partition.k):
+            cells = partition.origin[first[p] : first[p + 1]]
+            yield extract(mesh, cells, orphans if p == 0 and len(orphans) else None)
+        return
+    lowest = np.zeros(0, np.int64)
+    if mesh.n_cells:
+        lowest = np.minimum.reduceat(partition.labels[mesh.connectivity], mesh.offsets[:-1])
+    order = np.argsort(lowest, kind="stable")
+    bounds = np.searchsorted(lowest[order], np.arange(partition.k + 1))
+    for p in range(partition.k):
+        cells = order[bounds[p] : bounds[p + 1]]
+        yield extract(mesh, cells, partition.origin[first[p] : first[p + 1]])
+
+
+def _faces_of(mesh: Mesh, cells: Array) -> tuple[Array, Array, Array]:
+    """Corner ids, face bounds and cell bounds of the polyhedra among some cells."""
+    none = mesh.connectivity[:0]
+    if mesh.faces is None:
+        return none, none, none
+    starts, stops = mesh.faces.cell_offsets[cells], mesh.faces.cell_offsets[cells + 1]
+    faces = ranges(starts, stops)
+    first, last = mesh.faces.offsets[faces], mesh.faces.offsets[faces + 1]
+    ids = mesh.faces.connectivity[ranges(first, last)]
+    return ids, offsets_of(last - first), offsets_of(stops - starts)
+
+
+def _needed(n_points: int, used: list[Array], first: Array | None) -> Array:
+    """Rows of points: those that come first, then the others in use, ascending."""
+    wanted = np.zeros(n_points, bool)
+    for ids in used:
+        wanted[ids] = True
+    if first is None:
+        return np.flatnonzero(wanted)
+    wanted[first] = False
+    return np.concatenate([first, np.flatnonzero(wanted)])
+
+
+def _prove_cover(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str) -> None:
+    """Every cell once, every point at least once."""
+    held = np.zeros(n_cells, np.int64)
+    seen = np.zeros(n_points, bool)
+    for piece in pieces:
+        np.add.at(held, piece.cells, 1)
+        seen[piece.points] = True
+    wrong = np.flatnonzero(held != 1)
+    if len(wrong):
+        raise MeshError(f"{name}: cell {wrong[0]} is held by {held[wrong[0]]} pieces, not by one")
+    if not seen.all():
+        raise MeshError(f"{name}: point {np.flatnonzero(~seen)[0]} is in no piece")
+
+
+def _fields(parts: list[tuple[Mapping[str, Array], Array]], n: int, name: str) -> dict[str, Array]:
+    """Fields of all pieces, each row in its place."""
+    out: dict[str, Array] = {}
+    for fields, rows in parts:
+        if out.keys() != fields.keys() and parts[0][0] is not fields:
+            raise MeshError(f"{name}: pieces have different fields: {set(out) ^ set(fields)}")
+        for field, values in fields.items():
+            whole = out.setdefault(field, np.empty((n, *values.shape[1:]), values.dtype))
+            whole[rows] = values
+    return out
+
+
+def _assemble_faces(pieces: Sequence[Piece], n_cells: int) -> Faces | None:
+    """Faces of all polyhedra, cell by cell."""
+    if all(p.mesh.faces is None for p in pieces):
+        return None
+    per_cell = np.zeros(n_cells, np.int64)
+    for piece in pieces:
+        if piece.mesh.faces is not None:
+            per_cell[piece.cells] = np.diff(piece.mesh.faces.cell_offsets)
+    cell_offsets = offsets_of(per_cell)
+    per_face = np.zeros(cell_offsets[-1], np.int64)
+    places = [ranges(cell_offsets[p.cells], cell_offsets[p.cells + 1]) for p in pieces]
+    for piece, place in zip(pieces, places, strict=True):
+        if piece.mesh.faces is not None:
+            per_face[place] = np.diff(piece.mesh.faces.offsets)
+    offsets = offsets_of(per_face)
+    connectivity = np.empty(offsets[-1], np.int64)
+    for piece, place in zip(pieces, places, strict=True):
+        if piece.mesh.faces is not None:
+            corners = ranges(offsets[place], offsets[place + 1])
+            connectivity[corners] = piece.points[piece.mesh.faces.connectivity]
+    return Faces(cell_offsets, offsets, connectivity)

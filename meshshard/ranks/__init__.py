@@ -1,0 +1,3 @@
+"""Ranks: how they start, and what each of them loads."""
+
+__all__: list[str] = []

@@ -1,0 +1,273 @@
+"""Shard: what this rank holds of one folder, as sharded tensors with an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshshard import store
+from meshshard.comm import Domain, Exchange
+from meshshard.errors import StoreError, n_of
+from meshshard.graph.plan import Plan, runs
+from meshshard.mesh import Array, Mesh
+from meshshard.mesh.ragged import ranges
+from meshshard.tensor import ShardGraph, Sharding, ShardTensor
+
+__all__ = ["Shard", "load"]
+
+
+def load(path: str | Path, domain: Domain | None = None) -> Shard:
+    """What this rank holds of a folder of k shards, on R <= k ranks.
+
+    Every rank takes a run of shards and opens their files only; the halo between them is interior.
+
+    Args:
+        path: the folder.
+        domain: the ranks; one rank without a process group by default.
+
+    Communication: two gathers of objects, so that a wrong folder is an error on every rank.
+
+    Raises:
+        DomainError: on every rank, where any cannot open the folder, holds another version of it,
+            or there are more ranks than shards.
+    """
+    domain = domain or Domain()
+    folder = domain.run_collectively(lambda: _opened(path, domain), f"load {path}")
+    domain.agree(folder.manifest["id"], f"the version of {path}")
+    cuts = runs(folder.sizes, domain.size)
+    mine = range(int(cuts[domain.rank]), int(cuts[domain.rank + 1]))
+    plan = domain.run_collectively(lambda: _merged(folder, cuts, domain.rank), f"load {path}")
+    return Shard(folder, mine, domain, plan, np.add.reduceat(folder.sizes, cuts[:-1]))
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The rows of one rank: fields by name, the graph of its rows, the exchange of its halo.
+
+    Fields are those of the entity that was sharded, in the file's types; `center`, and on surfaces
+    `area`, `area_vector` and `normal`, are computed from the geometry of the rank's own files.
+
+    Attributes:
+        folder: where it comes from.
+        shards: numbers of the shards that this rank holds.
+        domain: the ranks.
+        plan: the plan of all of this rank's shards together.
+        sizes: owned rows of every rank.
+    """
+
+    folder: store.Folder
+    shards: range
+    domain: Domain
+    plan: Plan
+    sizes: Array
+    _fields: dict[str, ShardTensor] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        own, halo = self.plan.n_owned, len(self.plan.halo)
+        return (
+            f"Shard({self.folder.path.name}, {self.domain}: shards {self.shards.start} to "
+            f"{self.shards.stop - 1}, {n_of(own, 'own rows')} and {halo:,} of the halo)"
+        )
+
+    def __getitem__(self, name: str) -> ShardTensor:
+        """A field of own rows as a sharded tensor (N,) or (N, width).
+
+        Raises:
+            KeyError: naming the fields that there are.
+        """
+        if name not in self._fields:
+            if name not in self.names:
+                raise KeyError(f"no field {name!r}; there are: {', '.join(self.names)}")
+            self._fields[name] = ShardTensor.from_local(self._rows(name), self.sharding)
+        return self._fields[name]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of the fields, those that are computed last."""
+        entity = self.folder.entity
+        stored = [f["name"] for f in self.folder.manifest["fields"] if f["on"] == entity]
+        computed = ["center"]
+        if self.folder.manifest["kind"] == "surface" and entity == "cells":
+            computed += ["area", "area_vector", "normal"]
+        return [*stored, *(c for c in computed if c not in stored)]
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        """Sizes and domain of every field; draws are keyed by the row in the file."""
+        origin = np.concatenate([self.folder.origin(p) for p in self.shards])
+        rows = torch.from_numpy(origin.astype(np.int64)).to(self.domain.device)
+        ends = runs(self.folder.sizes, self.domain.size)
+        every = self.folder.sizes.tolist()
+        shards = [every[a:b] for a, b in pairwise(ends.tolist())]
+        return Sharding(self.domain, self.sizes.tolist(), rows, shards)
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """The exchange of halo rows between the ranks."""
+        rows = torch.from_numpy(self.plan.send_rows.astype(np.int64)).to(self.domain.device)
+        return Exchange(
+            self.domain,
+            self.plan.n_owned,
+            rows,
+            self.plan.send_counts.tolist(),
+            self.plan.recv_counts.tolist(),
+            f"exchange of {self.folder.path.name}",
+        )
+
+    @cached_property
+    def edge_index(self) -> Tensor:
+        """(2, n_edges) int64 source and destination of every in-edge, as local rows."""
+        to = np.repeat(np.arange(self.plan.n_local), np.diff(self.plan.indptr))
+        pairs = np.stack([self.plan.indices.astype(np.int64), to])
+        return torch.from_numpy(pairs).to(self.domain.device)
+
+    @cached_property
+    def graph(self) -> ShardGraph:
+        """The graph of own rows, which layers take where PyG has `edge_index`.
+
+        Communication: one gather of objects and one exchange, when it is first asked for, by all.
+        """
+        return ShardGraph.from_plan(self.plan, self.sharding, self.exchange)
+
+    def local(self, x: ShardTensor) -> Tensor:
+        """Owned rows, then halo rows, of a field or a hidden state: (n_local, …).
+
+        Communication: one exchange, forward and backward.
+        """
+        return self.domain.exchange(x.to_local(), self.exchange)
+
+    def put(self, fields: Mapping[str, Any], name: str = "prediction") -> None:
+        """Save results beside the shards, each rank its own; `meshshard gather` collects them."""
+        parts = {n: x.detach().to_local().cpu().numpy() for n, x in fields.items()}
+        start = 0
+        for p in self.shards:
+            stop = start + int(self.folder.sizes[p])
+            self.folder.put(p, {n: a[start:stop] for n, a in parts.items()}, name)
+            start = stop
+
+    def gather(self, fields: Mapping[str, Any]) -> Mesh | None:
+        """On rank 0 the whole mesh in the order of the file, with these fields; None elsewhere.
+
+        Communication: one all-to-all for each field, and one of the rows' origins.
+        """
+        domain, sizes = self.domain, self.sizes.tolist()
+        whole = {n: domain.gather(x.detach().to_local(), sizes) for n, x in fields.items()}
+        assert self.sharding.origin is not None
+        origin = domain.gather(self.sharding.origin, sizes)
+        if domain.rank:
+            return None
+        rows = torch.argsort(origin)
+        found = {n: x[rows].cpu().numpy() for n, x in whole.items()}
+        on = "cell" if self.folder.entity == "cells" else "point"
+        return self.folder.gather().with_fields(**{on: found})
+
+    def _rows(self, name: str) -> Tensor:
+        """Own rows of a field, on the device."""
+        on = "cell" if self.folder.entity == "cells" else "point"
+        parts = []
+        for p in self.shards:
+            arrays, own = self.folder.arrays(p), int(self.folder.sizes[p])
+            stored = arrays.get(f"{on}:{name}")
+            parts.append(self._computed(name, p)[:own] if stored is None else stored[:own])
+        return torch.from_numpy(np.concatenate(parts)).to(self.domain.device)
+
+    def _computed(self, name: str, shard: int) -> Array:
+        """Geometry of the rows of one shard, in the type of its points."""
+        mesh = self.folder.piece(shard).mesh
+        offset = np.asarray(self.folder.manifest["offset"])
+        makers: dict[str, Callable[[], Array]] = {
+            "center": lambda: self._centers(mesh) - offset,
+            "area": mesh.areas,
+            "area_vector": mesh.area_vectors,
+            "normal": mesh.normals,
+        }
+        return makers[name]().astype(mesh.points.dtype)
+
+    def _centers(self, mesh: Mesh) -> Array:
+        """Places in the file's coordinates."""
+        return np.asarray(mesh.positions(self.folder.entity) + mesh.offset)
+
+
+def _opened(path: str | Path, domain: Domain) -> store.Folder:
+    folder = store.load(path)
+    if domain.size > folder.k:
+        raise StoreError(
+            f"{path} has {n_of(folder.k, 'shards')} for {domain.size} ranks; "
+            f"partition again with --parts {domain.size} or more"
+        )
+    return folder
+
+
+def _merged(folder: store.Folder, cuts: Array, rank: int) -> Plan:
+    """The plan of a run of shards as one: what they need of each other is interior."""
+    offsets = np.concatenate([[0], np.cumsum(folder.sizes)])
+    mine = range(int(cuts[rank]), int(cuts[rank + 1]))
+    first, last = int(offsets[mine.start]), int(offsets[mine.stop])
+    plans = [folder.plan(p) for p in mine]
+    halo, hops = _outside(plans, first, last)
+    degree, sources = _edges(plans, offsets, first, last, halo)
+    local = sources - first
+    away = np.flatnonzero((sources < first) | (sources >= last))
+    local[away] = last - first + np.searchsorted(halo, sources[away])
+    send_rows, send_counts = _sends(plans, offsets, cuts, rank)
+    owners = np.searchsorted(offsets[cuts], halo, side="right") - 1
+    return Plan(
+        shard=rank,
+        n_owned=last - first,
+        halo=halo,
+        hops=hops,
+        indptr=np.concatenate([[0], np.cumsum(degree)]),
+        indices=local,
+        send_rows=send_rows - first,
+        send_counts=send_counts,
+        recv_counts=np.bincount(owners, minlength=len(cuts) - 1),
+    )
+
+
+def _outside(plans: list[Plan], first: int, last: int) -> tuple[Array, Array]:
+    """Ids that shards need and the rank does not own, ascending, and their distance in hops."""
+    ids = np.concatenate([p.halo for p in plans]).astype(np.int64)
+    hops = np.concatenate([p.hops for p in plans])
+    away = (ids < first) | (ids >= last)
+    order = np.lexsort((hops[away], ids[away]))
+    found, at = np.unique(ids[away][order], return_index=True)
+    return found, hops[away][order][at]
+
+
+def _edges(
+    plans: list[Plan], offsets: Array, first: int, last: int, halo: Array
+) -> tuple[Array, Array]:
+    """In-degree of every local row, and the sources as ids, each row's in its own order."""
+    to, counts, sources = [], [], []
+    for plan in plans:
+        own = np.arange(offsets[plan.shard], offsets[plan.shard + 1])
+        ids = np.concatenate([own, plan.halo.astype(np.int64)])
+        to.append(ids)
+        counts.append(np.diff(plan.indptr))
+        sources.append(ids[plan.indices])
+    ids, count = np.concatenate(to), np.concatenate(counts).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(count)])[:-1]
+    # A row's own shard comes first; other copies of its in-edges are the same.
+    wanted = np.concatenate([np.arange(first, last), halo])
+    order = np.lexsort((-count, ids))
+    place = order[np.searchsorted(ids[order], wanted)]
+    picked = ranges(starts[place], starts[place] + count[place])
+    return count[place], np.concatenate(sources)[picked]
+
+
+def _sends(plans: list[Plan], offsets: Array, cuts: Array, rank: int) -> tuple[Array, Array]:
+    """Ids to send, grouped by the rank that needs them, ascending, each once; and how many."""
+    ids = [plan.send_rows.astype(np.int64) + offsets[plan.shard] for plan in plans]
+    to = [np.repeat(np.arange(len(plan.send_counts)), plan.send_counts) for plan in plans]
+    ranks = np.searchsorted(cuts, np.concatenate(to), side="right") - 1
+    pairs = np.unique(np.stack([ranks, np.concatenate(ids)]), axis=1)
+    pairs = pairs[:, pairs[0] != rank]
+    return pairs[1], np.bincount(pairs[0], minlength=len(cuts) - 1)

@@ -1,0 +1,3 @@
+"""Attention over sharded rows."""
+
+__all__: list[str] = []

@@ -1,0 +1,45 @@
+"""Rules: how each torch function works on sharded tensors, one module a family.
+
+`FAMILIES` is the table of all rules. A function without a rule is refused by name.
+"""
+
+from typing import Any
+
+from meshshard.tensor.rules import (
+    attention,
+    attributes,
+    convolutions,
+    indexing,
+    losses,
+    matmul,
+    norms,
+    optimizers,
+    pointwise,
+    random,
+    recurrent,
+    reductions,
+    scans_and_sorts,
+    scatter,
+    views,
+)
+from meshshard.tensor.shard_tensor import Rule
+
+__all__ = ["FAMILIES"]
+
+FAMILIES: dict[str, dict[Any, Rule]] = {
+    "pointwise": pointwise.RULES,
+    "reductions": reductions.RULES,
+    "scans_and_sorts": scans_and_sorts.RULES,
+    "matmul": matmul.RULES,
+    "views": views.RULES,
+    "indexing": indexing.RULES,
+    "attention": attention.RULES,
+    "scatter": scatter.RULES,
+    "norms": norms.RULES,
+    "losses": losses.RULES,
+    "random": random.RULES,
+    "convolutions": convolutions.RULES,
+    "recurrent": recurrent.RULES,
+    "optimizers": optimizers.RULES,
+    "attributes": attributes.RULES,
+}

@@ -1,0 +1,77 @@
+"""Rules of functions along one dim, which order or add up what lies on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from meshshard.tensor.align import dim_of, native_ndim
+from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, native, refuse, wrap
+
+__all__ = ["RULES"]
+
+
+def cumsum(x: Sharded, dim: int, *, dtype: Any = None) -> ShardTensor:
+    """Running sums; along the sharded dim the sums of earlier ranks come first."""
+    dim = dim_of(dim, native_ndim(x))
+    with native():
+        local = torch.cumsum(x, dim, dtype=dtype)
+        if dim == x._dim:
+            domain = x._sharding.domain
+            sums = x.sum(dim, keepdim=True, dtype=local.dtype)
+            before = domain.all_gather(sums[None], [1] * domain.size)[: domain.rank]
+            local = local + before.sum(0)
+    return wrap(local, x._sharding, x._dim)
+
+
+def _along(func: Callable[..., Any]) -> Rule:
+    """Functions along one dim, which must not be the sharded one."""
+    at = 1 if func.__name__ in ("topk", "kthvalue", "diff") else 0
+    of_all = func.__name__ in ("median", "nanmedian", "prod")
+
+    def _rule(x: Sharded, *args: Any, **kwargs: Any) -> Any:
+        dim = kwargs.get("dim", args[at] if len(args) > at else None)
+        if of_all and not isinstance(dim, int):
+            raise refuse(func, (x,), kwargs, "it couples all rows")
+        dim = -1 if dim is None else dim
+        ndim = native_ndim(x)
+        dim = dim_of(dim, ndim)
+        if dim == x._dim:
+            raise refuse(func, (x,), kwargs, "along the sharded dim it orders all rows")
+        with native():
+            out = func(x, *args, **kwargs)
+            many = not isinstance(out, Tensor)
+            first = out[0] if many else out
+            at_dim = x._dim - (dim < x._dim and first.ndim < ndim)
+        if not many:
+            return wrap(out, x._sharding, at_dim)
+        return type(out)(tuple(wrap(o, x._sharding, at_dim) for o in out))
+
+    return _rule
+
+
+ALONG = [
+    "sort",
+    "argsort",
+    "topk",
+    "kthvalue",
+    "median",
+    "nanmedian",
+    "mode",
+    "cummax",
+    "cummin",
+    "cumprod",
+    "logcumsumexp",
+    "prod",
+    "diff",
+]
+RULES: dict[Any, Rule] = {
+    **{f: _along(f) for n in ALONG for h in (torch, torch.Tensor) if (f := getattr(h, n, None))},
+    F.glu: _along(F.glu),
+    torch.cumsum: cumsum,
+    torch.Tensor.cumsum: cumsum,
+}
