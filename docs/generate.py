@@ -155,7 +155,7 @@ def rules_page() -> str:
         "not here is refused by name when it meets a sharded tensor.\n"
     )
     for family, rules in tensor.FAMILIES.items():
-        module = importlib.import_module(f"meshshard.tensor.{family}")
+        module = importlib.import_module(f"meshshard.tensor.rules.{family}")
         listed = sorted({names(func) for func in rules})
         head += f"\n## {family}\n\n{module.__doc__.splitlines()[0]}\n\n"
         head += ", ".join(f"`{name}`" for name in listed) + "\n"

@@ -31,7 +31,7 @@ FIELDS = ("point_fields", "cell_fields")
 
 
 def read_in_child(path: Path, time: float | None = None) -> list[Dataset]:
-    """The leaves of a file, read by `meshshard.io.serve_foreign` in a child process.
+    """The leaves of a file, read by `meshshard.io.files.serve_foreign` in a child process.
 
     Args:
         path: the file.
@@ -45,7 +45,7 @@ def read_in_child(path: Path, time: float | None = None) -> list[Dataset]:
         out = Path(folder) / "leaves.npz"
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            "from meshshard.io import serve_foreign; serve_foreign(*sys.argv[1:])"
+            "from meshshard.io.files import serve_foreign; serve_foreign(*sys.argv[1:])"
         )
         command = [sys.executable, "-c", code, str(path), str(out), json.dumps(time)]
         try:

@@ -48,7 +48,7 @@ class ConvCheck:
 
     def __str__(self) -> str:
         if self.exact:
-            return f"{self.name}: exact with {self.hops} ring{'s' * (self.hops == 2)}"
+            return f"{self.name}: exact with {self.hops} hop{'s' * (self.hops == 2)}"
         found = ", ".join(f"{far:.1e} with {n}" for n, far in self.differences.items())
         return f"{self.name}: NOT exact on shards ({self.error or f'{found} hops'})"
 

@@ -84,7 +84,7 @@ def deepened(graph: ShardGraph, depth: int) -> DeepGraph:
     Raises:
         MeshshardError: the graph is bipartite.
 
-    Communication: five all-to-all for each ring at the first call.
+    Communication: five all-to-all for each hop at the first call.
     """
     if bipartite(graph):
         raise MeshshardError("a bipartite graph has one layer: there is nothing to deepen")

@@ -187,7 +187,7 @@ class Sums:
 
     def total(self) -> Tensor:
         """(B, H, G, D + 1) over all rows of all ranks."""
-        return self.run.merged([self.parts[k] for k in range(len(self.run.shards))])
+        return self.run.reduce_tokens([self.parts[k] for k in range(len(self.run.shards))])
 
 
 def linear(piece: Piece, x: Tensor, room: Tensor | None = None) -> Tensor:
