@@ -118,7 +118,7 @@ def draw() -> str:
         f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{torch}" y2="{torch}" stroke="#888" '
         'stroke-dasharray="5 4"/>',
         f'<text x="{LEFT}" y="{height - 8}" font-size="11" fill="#666">blue: needs PyTorch; '
-        "green: NumPy only (cli imports PyTorch for some commands). Thicker arrow: more files.</text>",
+        "green: NumPy only (cli imports PyTorch for some commands). Thicker: more files.</text>",
         "</svg>",
     ]
     return "\n".join(text) + "\n"
