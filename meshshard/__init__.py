@@ -1,7 +1,7 @@
-"""meshshard: one mesh, many shards.
+"""meshshard: domain parallelism for unstructured meshes.
 
-Cut one mesh or point cloud into balanced shards of uneven size, and write down what each owns and
-needs. Importing this loads numpy and nothing else; the rest is loaded where it is first used.
+Cuts one mesh or point cloud into balanced shards of uneven size, and runs ordinary PyTorch models
+on them. This import loads NumPy only; everything else is loaded on first access.
 """
 
 from importlib import import_module
@@ -45,29 +45,36 @@ __all__ = [
     "write",
 ]
 
-_HOMES = {
-    "graph": ("Graph", "cell_graph", "knn_graph", "point_graph", "radius_graph"),
+# The public modules in the order of the story, and the names of each that are also offered here.
+_HOMES: dict[str, tuple[str, ...]] = {
+    "mesh": ("Mesh",),
     "io": ("from_arrays", "from_pyvista", "read", "to_pyvista", "write"),
-    "partitioning": ("RCB", "Given", "Metis", "Morton", "Partition", "Random", "partition"),
-    "ranks.shard": ("Shard", "load"),
+    "graph": ("Graph", "cell_graph", "knn_graph", "point_graph", "radius_graph"),
     "store": ("Folder",),
+    "viz": (),
+    "partitioning": ("RCB", "Given", "Metis", "Morton", "Partition", "Random", "partition"),
+    "comm": (),
+    "tensor": (),
+    "ranks": (),
+    "ranks.shard": ("Shard", "load"),
+    "nn": (),
+    "models": (),
 }
-_MODULES = ("comm", "models", "nn", "store", "tensor", "viz")
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Load the module of a public name when it is first asked for."""
-    if name in _MODULES:
+    """Load a public name or module on first access."""
+    if name in _HOME_OF:
+        return getattr(import_module(f"meshshard.{_HOME_OF[name]}"), name)
+    if name in _HOMES:
         return import_module(f"meshshard.{name}")
     if name == "__version__":
         from importlib.metadata import version
 
         return version("meshshard")
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"meshshard.{home}"), name)
     raise AttributeError(f"module 'meshshard' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, "__version__", *(home for home in _HOMES if "." not in home)})

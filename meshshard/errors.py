@@ -1,17 +1,17 @@
-"""What can go wrong, as a tree.
+"""Errors and warnings of meshshard.
 
     MeshshardError
     ├── ReadError        a file or object cannot be turned into a mesh
-    ├── MeshError        the mesh contradicts itself: ids, offsets, arities, coordinates
-    ├── PartitionError   no valid labels: METIS failed, labels refused, a plan that does not close
-    ├── StoreError       a folder of shards is unfinished, damaged, mismatched or in the way
+    ├── MeshError        a mesh is inconsistent: ids, offsets, cell sizes, coordinates
+    ├── PartitionError   no valid partition: METIS failed, wrong labels, an inconsistent plan
+    ├── StoreError       a folder of shards is incomplete, damaged, mismatched or already exists
     ├── RenderError      this machine cannot draw
-    ├── DomainError      ranks disagree, one is gone, or a collective failed
+    ├── DomainError      ranks disagree, a rank has ended, or a collective failed
     └── NoShardRule      a sharded tensor met a function without an exact rule (meshshard.tensor)
 
-    MeshWarning          the input is usable, but something in it deserves a look
+    MeshWarning          the input is usable, but should be checked
 
-A message is one line: what is wrong (file, cell, array), then the remedy; `n_of` counts.
+A message is one line: what is wrong (file, cell, array), then the remedy.
 """
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def n_of(n: int, things: str) -> str:
-    """What a message says of a number of things: "8 ranks", "1 rank"."""
+    """A count with its noun, for a message: "8 ranks", "1 rank"."""
     return f"{n:,} {things.removesuffix('s') if n == 1 else things}"
 
 
@@ -40,19 +40,19 @@ class ReadError(MeshshardError):
 
 
 class MeshError(MeshshardError):
-    """The mesh contradicts itself."""
+    """A mesh is inconsistent."""
 
 
 class PartitionError(MeshshardError):
-    """No valid partition could be made or proved."""
+    """No valid partition was found, or a partition is inconsistent."""
 
 
 class StoreError(MeshshardError):
-    """A folder of shards is unfinished, damaged, mismatched or in the way."""
+    """A folder of shards is incomplete, damaged, mismatched or already exists."""
 
 
 class DomainError(MeshshardError):
-    """Ranks disagree, one is gone, or a collective failed; says rank, operation and rows."""
+    """Ranks disagree, a rank has ended, or a collective failed."""
 
 
 class RenderError(MeshshardError):
@@ -60,4 +60,4 @@ class RenderError(MeshshardError):
 
 
 class MeshWarning(UserWarning):
-    """The input is usable, but something in it deserves a look."""
+    """The input is usable, but should be checked."""

@@ -1,4 +1,4 @@
-"""Child processes: that they end with their parent, and how they ended."""
+"""Processes: child processes that end with their parent, how they ended, available memory."""
 
 from __future__ import annotations
 
@@ -6,35 +6,46 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
-__all__ = ["die_with_parent", "how_it_ended"]
+__all__ = ["available_memory", "die_with_parent", "how_it_ended"]
 
 PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the one that started it is gone (Linux).
+    """Ask the kernel to kill this process when its parent process ends (Linux only).
 
-    Elsewhere the time limit of the caller ends it.
+    On other systems the timeout of the caller ends it.
     """
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            raise SystemExit("the parent is gone")
+            raise SystemExit("the parent process has ended")
 
 
-def how_it_ended(code: int, said: bytes) -> str:
-    """A few words on a child that failed: the signal, or the last line that it wrote.
+def how_it_ended(code: int, output: bytes) -> str:
+    """Why a child process failed, for a message: the signal, or its last line of output.
 
     Args:
-        code: its return code, negative for a signal.
-        said: what it wrote.
+        code: its return code; negative if a signal ended it.
+        output: what it wrote.
     """
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (out of memory?)"
     if code < 0:
         names = {s.value: s.name for s in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}"
-    lines = said.decode("utf-8", "replace").strip().splitlines()
+    lines = output.decode("utf-8", "replace").strip().splitlines()
     return f"failed: {lines[-1][:300]}" if lines else f"failed with exit code {code}"
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that are available without swapping; None if the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = [line for line in lines if line.startswith("MemAvailable")]
+        return int(found[0].split()[1]) * 1024
+    except (OSError, IndexError):
+        return None

@@ -1,45 +1,71 @@
-"""Demo: the whole way on a small real surface that comes with the package."""
+"""`meshshard demo`: the whole workflow on a small real surface that is part of the package."""
 
 from __future__ import annotations
 
+import argparse
 import csv
-import subprocess
 from collections.abc import Iterator
-from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from meshshard import io, store
+from meshshard.cli import options
+from meshshard.cli.output import add_output_options
 from meshshard.errors import MeshshardError, StoreError, n_of
 from meshshard.mesh import Array, Mesh
-from meshshard.partitioning.partition import partition
-from meshshard.ranks.launch import command_of
-from meshshard.store import paraview
 
-__all__ = ["force_coefficients", "run"]
+__all__ = ["add_demo", "force_coefficients", "run"]
 
 SPEED, AREA = 38.889, 0.112032  # m/s and m2 of every Ahmed run; the constant area of AhmedML
 
 
+def add_demo(commands: Any) -> None:
+    """`meshshard demo`."""
+    p = commands.add_parser("demo", help="run the whole workflow on a small surface")
+    p.set_defaults(run=_run)
+    p.add_argument("--out", default="meshshard-demo", metavar="DIR",
+                   help="output directory [meshshard-demo]")  # fmt: skip
+    p.add_argument("--parts", type=options.positive, default=8, metavar="K",
+                   help="number of shards [8]")  # fmt: skip
+    add_output_options(p)
+
+
+def _run(args: argparse.Namespace) -> int:
+    for line in run(Path(args.out), args.parts):
+        if not args.quiet:
+            print(line)
+    return 0
+
+
 def run(out: Path, parts: int) -> Iterator[str]:
-    """Partition, prove, store, export and gather the surface; a line for every step.
+    """Partition, check, store, export and gather the surface; yields lines of text.
 
     Args:
-        out: directory of what is written; files of an earlier demo are replaced.
+        out: output directory; files of an earlier demo are replaced.
         parts: number of shards.
+
+    Raises:
+        StoreError: the folder of an earlier demo holds results of a model.
+        MeshshardError: two ranks differ from one process, or could not run.
     """
+    from importlib.resources import as_file, files
+
+    from meshshard import io, store
+    from meshshard.partitioning.partition import partition
+    from meshshard.store import paraview
+
     with as_file(files("meshshard") / "data") as data:
         source = data / "boundary_1.vtp"
         reference = _drag_of_the_solver(data / "force_mom_1.csv")
         mesh = io.read(source)
         yield f"An Ahmed body at {SPEED} m/s: {mesh.n_cells:,} polygons, fields on cells:"
         yield "  " + ", ".join(mesh.cell_fields)
-        _spare_results(out / "boundary_1.shards")
+        _refuse_results(out / "boundary_1.shards")
         made = partition(mesh, parts).check()
         yield ""
         yield str(made.quality)
-        folder = store.save(made, out / "boundary_1.shards", source=source, force=True)
+        folder = made.save(out / "boundary_1.shards", source=source, force=True)
     opened = store.load(folder).check()
     whole = paraview.export(opened, out / "boundary_1.paraview")
     back = opened.gather()
@@ -48,46 +74,52 @@ def run(out: Path, parts: int) -> Iterator[str]:
     total = sum(force_coefficients(opened.piece(p).mesh)[0] for p in range(opened.k))
     yield ""
     shards = n_of(opened.k, "shards")
-    yield f"Drag summed over {shards}: Cd {total:.5f}; the solver's own: {reference:.5f}."
-    yield "Gathered in the order of the file, every field is the same bit for bit."
+    yield f"Drag summed over {shards}: Cd {total:.5f}; of the solver: {reference:.5f}."
+    yield "The gathered fields equal those of the file bit for bit."
     yield f"Shards:       {folder}"
     yield f"For ParaView: {whole}"
     yield ""
-    yield "Two ranks of this machine against one process, values and gradients:"
+    yield "Two ranks of this machine compared with one process, values and gradients:"
     yield from _on_two_ranks(folder)
     yield ""
-    yield "Next, on a file of yours:"
+    yield "Next, with your own file:"
     yield "  meshshard info FILE"
     yield "  meshshard partition FILE --parts 8 --out shards --vtk"
     yield f"  meshshard view {folder} --png cut.png"
 
 
-def _spare_results(folder: Path) -> None:
-    """Stop before results that somebody has put into an earlier demo are lost."""
+def _refuse_results(folder: Path) -> None:
+    """Raise StoreError if the folder of an earlier demo holds results, which would be lost."""
+    from meshshard import store
+
     if (folder / "manifest.json").exists() and store.load(folder).puts():
-        raise StoreError(f"{folder} holds results of a model; give another --out, or remove it")
+        raise StoreError(f"{folder} holds results of a model; choose another --out, or remove it")
 
 
 def _on_two_ranks(folder: Path) -> Iterator[str]:
-    """What the selftest says of the folder, a line at a time.
+    """The lines of the selftest on the folder.
 
     Raises:
-        MeshshardError: the ranks do not equal one process, or could not run.
+        MeshshardError: two ranks differ from one process, or could not run.
     """
+    import subprocess
+
+    from meshshard.ranks.launch import command_of
+
     words = ["-m", "meshshard.ranks.selftest", "--folder", str(folder.absolute())]
     done = subprocess.run(command_of(2, words), capture_output=True, text=True)
     yield from done.stdout.splitlines()
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         why = lines[-1] if lines else f"exit code {done.returncode}"
-        raise MeshshardError(f"two ranks did not equal one: {why}; try: meshshard selftest")
+        raise MeshshardError(f"two ranks differ from one process: {why}; try: meshshard selftest")
 
 
 def force_coefficients(mesh: Mesh) -> Array:
-    """Drag and lift coefficient (2,) of the cells of an Ahmed surface, by OpenFOAM's conventions.
+    """(2,) drag and lift coefficient of the cells of an Ahmed surface, in OpenFOAM's conventions.
 
-    Kinematic pressure and wall shear stress in m2/s2; stored normals point into the body and the
-    stress is that of the wall on the fluid, so F = sum(p A - tau abs(A)), rho = 1.
+    Kinematic pressure and wall shear stress in m2/s2 (density 1). The normals point into the body
+    and the stress is that of the wall on the fluid, so F = sum(p A - tau |A|).
     """
     area = mesh.area_vectors()
     pressure = mesh.cell_fields["pMeanTrim"].astype(np.float64)

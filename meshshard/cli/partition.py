@@ -1,56 +1,169 @@
-"""Batch: from files to folders of shards, one by one, on all cores, or on a Dask cluster."""
+"""`meshshard partition`: from files to folders of shards, in processes or on a Dask cluster."""
 
 from __future__ import annotations
 
+import argparse
+import glob
+import json
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshshard.cli import workers
+from meshshard.cli import options, workers
+from meshshard.cli.output import add_output_options, fail, print_json, warn
 from meshshard.errors import MeshshardError, MeshWarning, PartitionError, StoreError, n_of
-from meshshard.graph import Graph, knn_graph
-from meshshard.mesh import Mesh
+from meshshard.partitioning.methods import METHODS, partitioner_of
+from meshshard.processes import available_memory
 
-__all__ = ["Job", "memory_note", "partition_file", "partition_files", "targets_of"]
+if TYPE_CHECKING:
+    from meshshard.graph import Graph
+    from meshshard.mesh import Mesh
 
-LARGE = 200_000_000  # bytes of a file from which its memory is predicted aloud
-_ONE_AT_A_TIME = threading.Lock()  # Python records warnings for a process, not for a thread
+__all__ = [
+    "Job",
+    "add_partition",
+    "memory_note",
+    "partition_file",
+    "partition_files",
+    "targets_of",
+]
+
+LARGE = 200_000_000  # bytes of a file from which its memory is predicted
+_ONE_AT_A_TIME = threading.Lock()  # Python records warnings per process, not per thread
+
+
+def add_partition(commands: Any) -> None:
+    """`meshshard partition IN … --parts K`."""
+    p = commands.add_parser("partition", help="cut meshes into shards, write a folder for each")
+    p.set_defaults(run=_run)
+    p.add_argument("inputs", nargs="+", metavar="IN", help="mesh or cloud; patterns are expanded")
+    p.add_argument("--parts", type=options.positive, metavar="K", help="number of shards")
+    p.add_argument("--out", default=".", metavar="DIR", help="directory of NAME.shards [.]")
+    _add_cut(p.add_argument_group("how to cut"))
+    _add_data(p.add_argument_group("what is read and written"))
+    many = p.add_argument_group("many files")
+    many.add_argument("--jobs", type=options.positive, default=1, metavar="N", help="processes [1]")
+    many.add_argument("--dask", metavar="ADDRESS", help="run on the Dask cluster of this scheduler")
+    add_output_options(p)
+
+
+def _add_cut(group: Any) -> None:
+    add = group.add_argument
+    add("--on", choices=("auto", "cells", "points"), default="auto",
+        help="what is sharded [auto: points if only points have fields]")  # fmt: skip
+    methods = "; ".join(f"{name} ({row.help})" for name, row in METHODS.items())
+    add("--method", default="metis", metavar="NAME|FILE",
+        help=f"{methods}; or a file of labels, one per line [metis]")  # fmt: skip
+    add("--objective", choices=("volume", "cut"), default="volume",
+        help=f"{_takers('objective')}: rows sent, or edges cut [volume]")  # fmt: skip
+    add("--imbalance", type=float, default=1.005, metavar="B",
+        help=f"{_takers('imbalance')}: largest load over the mean [1.005]")  # fmt: skip
+    add("--seed", type=int, default=0, help=f"{_takers('seed')}: random seed [0]")
+    add("--contiguous", action="store_true", help=f"{_takers('contiguous')}: connected parts")
+    add("--weight", metavar="NAME", help="a field, or area, as the load")
+    add("--targets", type=options.numbers, default=(), metavar="2,1,1",
+        help="share of the load of each part")  # fmt: skip
+    add("--knn", type=int, metavar="N", help="cut the graph of N nearest neighbors")
+    add("--halo", type=options.positive, default=1, metavar="L", help="hops of halo rows [1]")
+    add("--order", choices=("file", "morton", "rcm"), default="file",
+        help="order of the rows in a shard [file]")  # fmt: skip
+
+
+def _takers(option: str) -> str:
+    """The methods that have an option."""
+    return " and ".join(name for name, row in METHODS.items() if option in row.options)
+
+
+def _add_data(group: Any) -> None:
+    add = group.add_argument
+    add("--fields", type=options.words, metavar="A,B", help="keep only these fields")
+    add("--weld", type=options.weld, metavar="TOL|no", help="merge points of open edges within TOL")
+    add("--time", type=float, metavar="T", help="time step, if a file has several")
+    add("--vtk", action="store_true", help="also write files for ParaView")
+    add("--with-ghosts", dest="ghosts", action="store_true",
+        help="also write files for ParaView, with halo rows as ghosts")  # fmt: skip
+    add("--force", action="store_true", help="replace existing folders")
+    add("--if-changed", action="store_true", help="skip folders that are up to date")
+    add("--dry-run", action="store_true", help="cut and measure, write nothing")
+
+
+def _run(args: argparse.Namespace) -> int:
+    args.command = " ".join(["meshshard", *sys.argv[1:]])
+    args.parts = args.parts or len(args.targets)
+    if not args.parts:
+        return fail("give the number of shards: --parts K", 2)
+    if args.targets and len(args.targets) != args.parts:
+        return fail(f"--targets has {len(args.targets)} shares for --parts {args.parts}", 2)
+    inputs = list(dict.fromkeys(path for pattern in args.inputs for path in _expand(pattern)))
+    job = Job(**{f.name: getattr(args, f.name) for f in fields(Job)})
+    folders = targets_of(inputs, args.out)
+    for path in folders:
+        note = memory_note(path)
+        if note and not args.quiet:
+            print(note, file=sys.stderr)
+    results = partition_files(folders, job, args.jobs, args.dask)
+    done = [_report(outcome, args, len(folders)) for outcome in _progress(results, args, folders)]
+    if args.json:
+        print_json(done if len(done) > 1 else done[0])
+    failed = sum(outcome["status"] == "failed" for outcome in done)
+    if len(done) > 1 and not args.quiet:
+        print(f"{len(done) - failed} of {len(done)} files done", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _expand(pattern: str) -> list[str]:
+    """Files that match a pattern; the pattern itself if it is the name of a file."""
+    if Path(pattern).exists() or not glob.has_magic(pattern):
+        return [pattern]
+    found = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 - absolute ones too
+    if not found:
+        raise MeshshardError(f"{pattern}: no file matches")
+    return found
+
+
+def _progress(
+    results: Iterator[dict[str, Any]], args: argparse.Namespace, folders: dict[str, Path]
+) -> Iterator[dict[str, Any]]:
+    """The results, with a progress bar for several files on a terminal."""
+    if len(folders) == 1 or args.quiet or args.json or not sys.stderr.isatty():
+        yield from results
+        return
+    from tqdm import tqdm
+
+    yield from tqdm(results, total=len(folders), unit="file")
+
+
+def _report(outcome: dict[str, Any], args: argparse.Namespace, count: int) -> dict[str, Any]:
+    """Print the outcome of one file."""
+    for line in outcome["warnings"]:
+        warn(line)
+    if outcome["status"] == "failed":
+        fail(outcome["error"])
+    table = outcome.pop("table", "")
+    if args.json or args.quiet:
+        return outcome
+    for line in outcome["said"]:
+        print(line)
+    if table:
+        print(table if count == 1 or args.verbose else table.splitlines()[-3])
+    ends = {"written": f"written: {outcome['folder']}", "unchanged": "up to date",
+            "tried": "nothing written (--dry-run)"}  # fmt: skip
+    if outcome["status"] in ends:
+        seconds = f" in {outcome['seconds']:.2f} s" if args.verbose else ""
+        print(f"{outcome['input']}: {ends[outcome['status']]}{seconds}")
+    return outcome
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to do with each file; see the options of `meshshard partition`.
-
-    Attributes:
-        out: directory of the folders.
-        parts: number of shards.
-        targets: a share of the load for each shard, none for equal ones.
-        on: "cells", "points" or "auto".
-        method: "metis", "morton", "rcb", "random", or the path of a file of labels.
-        weight: name of a field, or "area".
-        objective: "volume" or "cut".
-        imbalance: largest load over the mean.
-        seed: of METIS or the random labels.
-        contiguous: ask METIS for connected parts.
-        knn: neighbors of each entity by distance, instead of the mesh's own.
-        halo: hops of halo rows.
-        order: rows inside a shard: "file", "morton" or "rcm".
-        weld: distance up to which points on open edges are one; None exactly, negative never.
-        fields: names to keep; all by default.
-        time: step of a file that holds several.
-        vtk: also write pieces for ParaView; with `ghosts`, their halo too.
-        ghosts: see `vtk`.
-        force: replace folders that are there.
-        if_changed: leave folders alone that hold the same source and request.
-        dry_run: cut, but write nothing.
-        command: what was typed.
-    """
+    """The options of `meshshard partition` for each file, with the names that they have there."""
 
     out: str = "."
     parts: int = 2
@@ -76,16 +189,16 @@ class Job:
     command: str = ""
 
     def request(self) -> dict[str, Any]:
-        """The options that shape the shards."""
+        """The options that determine the shards, as recorded in the manifest."""
         others = ("out", "vtk", "ghosts", "force", "if_changed", "dry_run", "command")
         return {k: v for k, v in asdict(self).items() if k not in others}
 
 
 def targets_of(paths: Sequence[str], out: str) -> dict[str, Path]:
-    """The folder of every file: its name with the ending .shards.
+    """The folder of every file: its name with the suffix .shards.
 
     Raises:
-        StoreError: two files would share a folder.
+        StoreError: two files would get the same folder.
     """
     folders: dict[str, Path] = {}
     for path in paths:
@@ -93,17 +206,17 @@ def targets_of(paths: Sequence[str], out: str) -> dict[str, Path]:
         folder = Path(out) / f"{Path(name).stem or name}.shards"
         other = next((p for p, f in folders.items() if f == folder), None)
         if other is not None:
-            raise StoreError(f"{other} and {path} would both become {folder}; give each its --out")
+            raise StoreError(f"{other} and {path} would both become {folder}; use different --out")
         folders[path] = folder
     return folders
 
 
 def partition_file(path: str, folder: str, job: Job) -> dict[str, Any]:
-    """Read one file, cut it, write its folder.
+    """Read one file, partition it and write its folder; errors are returned, not raised.
 
     Returns:
-        What happened: `input`, `folder`, `status` (written, unchanged, tried or failed), `error`,
-        `warnings`, `said`, `quality`, `seconds`. Nothing that is wrong with a file is raised.
+        The outcome: `input`, `folder`, `status` (written, unchanged, tried or failed), `error`,
+        `warnings`, `said` (lines to print), `quality`, `seconds`.
     """
     began = time.perf_counter()
     outcome: dict[str, Any] = {"input": path, "folder": folder, "warnings": [], "said": []}
@@ -121,14 +234,14 @@ def partition_file(path: str, folder: str, job: Job) -> dict[str, Any]:
 def partition_files(
     folders: dict[str, Path], job: Job, jobs: int = 1, dask: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The outcome of every file, as each is done.
+    """The outcome of every file, in the order in which they are done.
 
     Args:
-        folders: from `targets_of`.
-        job: what to do.
+        folders: the folder of each file, from `targets_of`.
+        job: the options.
         jobs: processes of this machine.
         dask: address of a Dask scheduler whose workers see the same file system. A worker takes
-            one file at a time, however many threads it has.
+            one file at a time, whatever its number of threads.
 
     Raises:
         StoreError: Dask is not installed, or its cluster does not answer.
@@ -149,7 +262,7 @@ def partition_files(
 
 
 def memory_note(path: str) -> str | None:
-    """One line on the memory that a large file will take; None for small ones."""
+    """A line on the memory that a large file will need; None for small files."""
     file = Path(path)
     size = file.stat().st_size if file.is_file() else 0
     if size < LARGE:
@@ -157,81 +270,80 @@ def memory_note(path: str) -> str | None:
     with file.open("rb") as opened:
         head = opened.read(4096)
     factor = 13 if b"compressor" in head else 2.2 if b"ascii" in head else 4.8
-    note = f"{path}: {size / 1e9:.1f} GB, will take about {factor * size / 1e9:.1f} GB of memory"
-    free = _free_memory()
-    if free and factor * size > free:
-        note += f"; only {free / 1e9:.1f} GB are free"
+    note = f"{path}: {size / 1e9:.1f} GB, needs about {factor * size / 1e9:.1f} GB of memory"
+    free = available_memory()
+    if free is not None and factor * size > free:
+        note += f"; only {free / 1e9:.1f} GB are available"
     return note
 
 
 def _partition_file(path: str, folder: Path, job: Job, said: list[str]) -> dict[str, Any]:
-    from meshshard import io, store
+    from meshshard import io
     from meshshard.partitioning.partition import entity_of, partition
 
-    if job.if_changed and _unchanged(folder, path, job):
-        if (job.vtk or job.ghosts) and not job.dry_run and _stale(folder):
+    if job.if_changed and _is_up_to_date(folder, path, job):
+        if (job.vtk or job.ghosts) and not job.dry_run and _export_is_stale(folder):
             said.append(_export(folder, path, job))
         return {"status": "unchanged"}
     before = _stamp(path)
     if folder.exists() and not (job.force or job.if_changed or job.dry_run):
-        raise StoreError(f"{folder} is there already; --force replaces it, --if-changed checks it")
-    mesh = _with_job(io.read(path, time=job.time), job)
+        raise StoreError(f"{folder} already exists; use --force to replace it, or --if-changed")
+    mesh = _with_options(io.read(path, time=job.time), job)
     entity = entity_of(mesh, job.on)
     said.append(f"{path}: {_described(mesh)}; on {entity} ({_reason(mesh, job.on)})")
     made = partition(
         mesh,
         job.targets or job.parts,
         on=entity,
-        method=_method(job),
+        method=partitioner_of(job.method, asdict(job)),
         weights=job.weight,
         halo=job.halo,
         graph=_graph(mesh, entity, job),
     )
     if job.order != "file":
         made = made.reordered(job.order)
-    status = "tried" if job.dry_run else "written"
+    outcome = {"quality": made.quality.as_dict(), "table": str(made.quality)}
     if _stamp(path) != before:
         raise StoreError(f"{path}: has changed while it was read; partition it again")
-    if not job.dry_run:
-        replace_it = job.force or job.if_changed
-        store.save(
-            made, folder, source=path, request=job.request(), command=job.command, force=replace_it
-        )
-        if job.vtk or job.ghosts:
-            said.append(_export(folder, path, job))
-    return {"status": status, "quality": made.quality.as_dict(), "table": str(made.quality)}
+    if job.dry_run:
+        return {"status": "tried"} | outcome
+    replace_it = job.force or job.if_changed
+    made.save(folder, source=path, request=job.request(), command=job.command, force=replace_it)
+    if job.vtk or job.ghosts:
+        said.append(_export(folder, path, job))
+    return {"status": "written"} | outcome
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """What changes when a file is written; None where there is none."""
+    """Inode, size and time of a file, which change when it is written; None if it is missing."""
     try:
         status = Path(path).stat()
     except OSError:
-        return None  # the reader says it better
+        return None  # reading the file reports the error
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _export(folder: Path, path: str, job: Job) -> str:
-    """Write the pieces for ParaView; what to say about them."""
+    """Write the files for ParaView; returns a line to print."""
     from meshshard import store
     from meshshard.store import paraview
 
-    whole = paraview.export(store.load(folder), _pieces_of(folder), ghosts=job.ghosts)
+    whole = paraview.export(store.load(folder), _export_of(folder), ghosts=job.ghosts)
     return f"{path}: for ParaView: {whole}"
 
 
-def _pieces_of(folder: Path) -> Path:
+def _export_of(folder: Path) -> Path:
     return folder.with_suffix(".paraview")
 
 
-def _stale(folder: Path) -> bool:
-    """Whether the parallel file, which is written last, is missing or older than the folder."""
-    written = [f.stat().st_mtime_ns for f in _pieces_of(folder).glob("*.pvt[pu]")]
+def _export_is_stale(folder: Path) -> bool:
+    """Whether the .pvtp or .pvtu file, written last, is missing or older than the folder."""
+    written = [f.stat().st_mtime_ns for f in _export_of(folder).glob("*.pvt[pu]")]
     return max(written, default=0) < (folder / "manifest.json").stat().st_mtime_ns
 
 
-def _with_job(mesh: Mesh, job: Job) -> Mesh:
-    """The mesh with the fields and the weld that the job wants."""
+def _with_options(mesh: Mesh, job: Job) -> Mesh:
+    """The mesh with the options `fields` and `weld` applied."""
     from meshshard.mesh.facets import facets, match
     from meshshard.mesh.inspection import open_points, weld
 
@@ -240,7 +352,7 @@ def _with_job(mesh: Mesh, job: Job) -> Mesh:
         unknown = [f for f in job.fields if f not in known]
         if unknown:
             raise PartitionError(
-                f"no field {unknown[0]!r}; there are: {', '.join(sorted(known)) or 'none'}"
+                f"no field {unknown[0]!r}; fields: {', '.join(sorted(known)) or 'none'}"
             )
         mesh = replace(
             mesh,
@@ -262,35 +374,20 @@ def _with_job(mesh: Mesh, job: Job) -> Mesh:
     return merged
 
 
-def _method(job: Job) -> Any:
-    from meshshard.partitioning.methods import RCB, Given, Metis, Morton, Random
-
-    if job.method == "metis":
-        if job.objective not in ("volume", "cut"):
-            raise PartitionError(f"objective {job.objective!r} is unknown: volume or cut")
-        return Metis("cut" if job.objective == "cut" else "volume", job.imbalance, job.seed,
-                     contiguous=job.contiguous)  # fmt: skip
-    simple = {"morton": Morton(), "rcb": RCB(), "random": Random(job.seed)}
-    if job.method in simple:
-        return simple[job.method]
-    if Path(job.method).is_file():
-        return Given(job.method)
-    raise PartitionError(
-        f"method {job.method!r} is unknown: metis, morton, rcb, random, or a file of labels"
-    )
-
-
 def _graph(mesh: Mesh, entity: str, job: Job) -> Graph | None:
-    """The graph of nearest neighbors, where it is asked for; 0 of them leaves no edges."""
-    if job.knn is not None and job.knn < 0:
-        raise PartitionError(f"knn {job.knn}: a number of neighbors, 0 for no edges at all")
-    return None if job.knn is None else knn_graph(mesh.positions(entity), job.knn)
+    """The graph of nearest neighbors, if requested; with 0 neighbors it has no edges."""
+    from meshshard.graph import knn_graph
+
+    if job.knn is None:
+        return None
+    if job.knn < 0:
+        raise PartitionError(f"knn {job.knn} must be 0 or more neighbors")
+    return knn_graph(mesh.positions(entity), job.knn)
 
 
-def _unchanged(folder: Path, path: str, job: Job) -> bool:
-    """Whether a folder holds the same source, cut by the same request."""
+def _is_up_to_date(folder: Path, path: str, job: Job) -> bool:
+    """Whether a folder is complete and was made from the same source with the same options."""
     from meshshard import store
-    from meshshard.store.folder import plain
 
     try:
         found = store.load(folder)
@@ -298,24 +395,19 @@ def _unchanged(folder: Path, path: str, job: Job) -> bool:
             found.arrays(shard)
     except StoreError:
         return False
-    manifest = found.manifest
-    source = manifest.get("source") or {}
-    same = plain(job.request()) == manifest.get("request")
+    source = found.manifest.get("source") or {}
+    request = json.loads(json.dumps(job.request()))  # tuples are lists in the manifest
     return bool(
-        same
+        request == found.manifest.get("request")
         and source.get("bytes") == Path(path).stat().st_size
         and source.get("sha256") == store.sha256(path)
     )
 
 
 def _lost(path: str, folder: Path, why: str) -> dict[str, Any]:
-    empty = {"warnings": [], "said": [], "seconds": 0.0}
-    return {
-        "input": path,
-        "folder": str(folder),
-        "status": "failed",
-        "error": f"{path}: {why}",
-    } | empty
+    """The outcome of a file whose worker ended."""
+    outcome = {"input": path, "folder": str(folder), "status": "failed", "error": f"{path}: {why}"}
+    return outcome | {"warnings": [], "said": [], "seconds": 0.0}
 
 
 def _described(mesh: Mesh) -> str:
@@ -336,23 +428,13 @@ def _reason(mesh: Mesh, on: str) -> str:
 
 
 def _one_line(path: str, error: BaseException) -> str:
-    """What went wrong with a file, as one line."""
+    """An error as one line that names the file."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MemoryError):
-        text = f"not enough memory ({text}); use --fields, or a machine with more"
+        text = f"out of memory ({text}); use --fields, or a machine with more"
     return _named(path, text)
 
 
 def _named(path: str, text: str) -> str:
-    """A message, with the name of the file where it lacks it."""
+    """A message that names the file."""
     return text if Path(path).name in text else f"{path}: {text}"
-
-
-def _free_memory() -> int:
-    """Bytes that can be had without swapping; 0 where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable")]
-    return int(found[0]) * 1024 if found else 0

@@ -1,4 +1,4 @@
-"""Commands that run several ranks: launch a script, prove this machine."""
+"""`meshshard launch` and `meshshard selftest`: commands that run several ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshshard.cli import options
+from meshshard.errors import MeshshardError
 
 __all__ = ["add_launch", "add_selftest"]
 
@@ -22,22 +23,22 @@ def add_launch(commands: Any) -> None:
 
 def add_selftest(commands: Any) -> None:
     """`meshshard selftest --ranks N`."""
-    p = commands.add_parser("selftest", help="prove that shards equal one process, gradients too")
+    p = commands.add_parser("selftest", help="check that ranks give the results of one process")
     p.set_defaults(run=_selftest)
     p.add_argument("--ranks", type=options.positive, default=2, metavar="N",
                    help="number of ranks [2]")  # fmt: skip
-    p.add_argument("--folder", metavar="DIR", help="of shards with cell fields [the demo's]")
+    p.add_argument("--folder", metavar="DIR",
+                   help="folder of shards with cell fields [that of the demo]")  # fmt: skip
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from meshshard.errors import MeshshardError
     from meshshard.ranks import launch
 
     if args.words in ([], ["-m"]):
-        raise MeshshardError("say what to run: meshshard launch N script.py …, or -m module …")
+        raise MeshshardError("nothing to run: meshshard launch N script.py …, or -m module …")
     script = args.words[0]
     if script != "-m" and not Path(script).is_file():
-        raise MeshshardError(f"{script}: no such script; give a file, or -m module")
+        raise MeshshardError(f"{script}: is not a file; give a script, or -m module")
     return launch.launch(args.ranks, args.words)
 
 

@@ -1,7 +1,8 @@
-"""Report: what a file or a folder holds, and whether it can be trusted; for people and programs."""
+"""`meshshard info` and `validate`: what a file or folder holds, and whether it is valid."""
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,12 +10,57 @@ from typing import Any
 
 import numpy as np
 
-from meshshard.atomic_write import damage_is_loud
+from meshshard.cli.output import add_output_options, fail, print_json, print_warnings, warn
 from meshshard.errors import MeshshardError, MeshWarning, n_of
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.cells import CELL_TYPES
 
-__all__ = ["about", "lines", "verdict"]
+__all__ = ["about", "add_info", "add_validate", "lines", "verdict"]
+
+
+def add_info(commands: Any) -> None:
+    """`meshshard info FILE|DIR`."""
+    p = commands.add_parser("info", help="print what a file or a folder of shards holds")
+    p.set_defaults(run=_info)
+    p.add_argument("path", metavar="FILE|DIR", help="mesh, cloud or folder of shards")
+    p.add_argument("--time", type=float, metavar="T", help="time step, if the file has several")
+    add_output_options(p)
+
+
+def add_validate(commands: Any) -> None:
+    """`meshshard validate FILE|DIR …`."""
+    p = commands.add_parser("validate", help="check files, or every byte of folders of shards")
+    p.set_defaults(run=_validate)
+    p.add_argument("paths", nargs="+", metavar="FILE|DIR", help="meshes, folders of shards")
+    p.add_argument("--strict", action="store_true", help="treat warnings as errors")
+    add_output_options(p)
+
+
+def _info(args: argparse.Namespace) -> int:
+    with print_warnings():
+        found = about(args.path, args.time)
+    if args.json:
+        print_json(found)
+    elif not args.quiet:
+        print("\n".join(lines(found)))
+    return 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    verdicts = []
+    for path in args.paths:
+        found = verdict(path)
+        verdicts.append(found)
+        for line in found["warnings"]:
+            warn(line)
+        if found["error"]:
+            fail(found["error"])
+        elif not args.json and not args.quiet:
+            print(f"{path}: {found['proved']}")
+    if args.json:
+        print_json(verdicts)
+    bad = [v for v in verdicts if v["error"] or (args.strict and v["warnings"])]
+    return 1 if bad else 0
 
 
 def about(path: str | Path, time: float | None = None) -> dict[str, Any]:
@@ -31,7 +77,7 @@ def about(path: str | Path, time: float | None = None) -> dict[str, Any]:
 
 
 def about_mesh(mesh: Mesh) -> dict[str, Any]:
-    """Counts, bounds, fields, pieces and oddities of a mesh."""
+    """Counts, bounds, fields, components and findings of a mesh."""
     from meshshard.mesh.inspection import inspect
 
     types = np.bincount(mesh.types, minlength=1)
@@ -57,9 +103,11 @@ def about_mesh(mesh: Mesh) -> dict[str, Any]:
 
 
 def lines(about: Mapping[str, Any]) -> list[str]:
-    """The same, as lines for people."""
+    """The dict of `about` as lines of text."""
     if "sizes" in about:
-        with damage_is_loud(Path(about["path"])):
+        from meshshard.store.shard_files import report_damage
+
+        with report_damage(Path(about["path"])):
             return _folder_lines(about)
     cells = ", ".join(f"{n:,} {name}" for name, n in about["cell_types"].items())
     out = [f"{about['name']}: {about['kind']}", f"  points      {about['points']:,}"]
@@ -68,7 +116,7 @@ def lines(about: Mapping[str, Any]) -> list[str]:
         out += [
             f"  cells       {about['cells']:,} ({cells})",
             f"  components  {about['components']} by shared {facet}",
-            f"  open {facet}  {about['open_facets']:,}; shared by three cells and more: "
+            f"  open {facet}  {about['open_facets']:,}; in three or more cells: "
             f"{about['shared_facets']:,}",
         ]
     if about["bounds"]:
@@ -76,7 +124,7 @@ def lines(about: Mapping[str, Any]) -> list[str]:
         box = " x ".join(f"[{a:.6g}, {b:.6g}]" for a, b in zip(low, high, strict=True))
         out.append(f"  bounds      {box} ({about['points_dtype']})")
     if any(about["offset"]):
-        out.append(f"  far from the origin: positions are taken relative to {about['offset']}")
+        out.append(f"  offset      {about['offset']}: points are stored relative to it")
     if about["blocks"]:
         out.append(f"  blocks      {', '.join(about['blocks'])}")
     out += [_field_line(f) for f in about["fields"]] or ["  no fields"]
@@ -84,10 +132,10 @@ def lines(about: Mapping[str, Any]) -> list[str]:
 
 
 def verdict(path: str | Path) -> dict[str, Any]:
-    """Whether a file can be partitioned, or a folder is whole.
+    """Whether a file can be partitioned, or a folder of shards is complete.
 
     Returns:
-        `path`, `error` (None where all is well), `warnings`, and what was `proved`.
+        `path`, `error` (None if there is none), `warnings`, and `proved`: what was checked.
     """
     error, proved = None, ""
     with warnings.catch_warnings(record=True) as caught:
@@ -106,7 +154,7 @@ def _prove(path: str | Path) -> str:
         from meshshard import store
 
         folder = store.load(path).check()
-        return f"{n_of(folder.k, 'shards')}, every byte and the plan are right"
+        return f"{n_of(folder.k, 'shards')}, all checksums and the exchange plan are correct"
     from meshshard import io
     from meshshard.mesh.inspection import glue, inspect
 
@@ -116,7 +164,7 @@ def _prove(path: str | Path) -> str:
     else:
         for line in inspect(mesh).findings(mesh):
             warnings.warn(line, MeshWarning, stacklevel=2)
-    return f"a {mesh.kind} that can be cut"
+    return f"a {mesh.kind} that can be partitioned"
 
 
 def _about_folder(path: str | Path) -> dict[str, Any]:
@@ -167,13 +215,11 @@ def _field_line(field: Mapping[str, Any]) -> str:
 
 
 def _components(mesh: Mesh) -> int:
-    """Connected components of the cells as stored, by shared facets."""
-    from scipy.sparse import csr_array
+    """Number of connected components of the cells, linked by shared facets."""
     from scipy.sparse.csgraph import connected_components
 
-    from meshshard.graph import cell_graph
+    from meshshard.graph.graph import cell_graph, scipy_rows
 
     graph = cell_graph(mesh)
-    n = graph.n_nodes
-    links = csr_array((np.ones(graph.n_edges, np.int8), graph.indices, graph.indptr), shape=(n, n))
+    links = scipy_rows(graph.indptr, graph.indices)
     return int(connected_components(links, directed=True, connection="strong")[0])

@@ -1,6 +1,6 @@
-"""Workers: one function on many files, in processes of this machine or on a Dask cluster.
+"""Workers: call one function for many files, in processes or on a Dask cluster.
 
-A worker that dies takes its own file with it, no other.
+If a worker crashes, only its file fails.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Result = tuple[str, dict[str, Any] | str]
 
 
 def on_processes(task: Task, folders: Mapping[str, Path], job: Any, jobs: int) -> Iterator[Result]:
-    """A process for each file, `jobs` at a time.
+    """Call the task for each file in a process of its own, `jobs` at a time.
 
     Args:
         task: called as task(path, folder, job).
         folders: the folder of each path.
-        job: what to do.
-        jobs: processes.
+        job: options of the task.
+        jobs: number of processes at a time.
 
     Yields:
-        The path, and what the task returned, or why there is nothing.
+        The path, and the outcome of the task, or why it has none.
     """
     from multiprocessing import get_context
     from multiprocessing.connection import Connection, wait
@@ -52,7 +52,7 @@ def on_processes(task: Task, folders: Mapping[str, Path], job: Any, jobs: int) -
                 answer = _answer(ready, process)
                 del running[ready]
                 yield path, answer
-    finally:  # stopped early: nobody goes on alone
+    finally:  # stopped early: end the processes that are still running
         for _, process in running.values():
             process.terminate()
         for _, process in running.values():
@@ -61,21 +61,21 @@ def on_processes(task: Task, folders: Mapping[str, Path], job: Any, jobs: int) -
 
 
 def _work(task: Task, answer: Any, path: str, folder: str, job: Any) -> None:
-    """What a process of its own does; who started it decides about Ctrl-C."""
+    """Entry point of a process; the parent process handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     answer.send(task(path, folder, job))
 
 
 def _answer(answer: Any, process: Any) -> dict[str, Any] | str:
-    """What a process has sent, or how it died."""
+    """The outcome that a process has sent, or how the process ended."""
     try:
         outcome: dict[str, Any] = answer.recv()
     except (EOFError, OSError):
         process.join()
         code = process.exitcode
         how = f"by signal {-code}, out of memory?" if code < 0 else f"with exit code {code}"
-        return f"its process died ({how})"
+        return f"its process ended ({how})"
     finally:
         answer.close()
     process.join()
@@ -83,19 +83,19 @@ def _answer(answer: Any, process: Any) -> dict[str, Any] | str:
 
 
 def on_dask(task: Task, folders: Mapping[str, Path], job: Any, address: str) -> Iterator[Result]:
-    """A task for each file on a Dask cluster whose workers see the same file system.
+    """Call the task for each file on a Dask cluster whose workers see the same file system.
 
     Args:
         task: called as task(path, folder, job) with absolute paths.
         folders: the folder of each path.
-        job: what to do.
-        address: of the scheduler.
+        job: options of the task.
+        address: address of the scheduler.
 
     Yields:
-        The path, and what the task returned, or why there is nothing.
+        The path, and the outcome of the task, or why it has none.
 
     Raises:
-        StoreError: Dask is not installed, or its scheduler does not answer.
+        StoreError: Dask is not installed, or the scheduler does not answer.
     """
     try:
         from distributed import Client, as_completed
@@ -103,7 +103,7 @@ def on_dask(task: Task, folders: Mapping[str, Path], job: Any, address: str) -> 
         raise StoreError("--dask needs Dask: pip install 'meshshard[dask]'") from None
     try:
         client = Client(address, timeout=10)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, AssertionError) as error:  # it asserts that its loop has started
+    except (OSError, ValueError, AssertionError) as error:  # AssertionError for a bad address
         raise StoreError(f"no Dask scheduler answers at {address} ({error})") from None
     with client:
         futures = {

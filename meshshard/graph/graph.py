@@ -1,4 +1,4 @@
-"""Graph: who reads from whom, as directed compressed rows; made from a mesh or from points."""
+"""Directed graphs in CSR form, made from the cells of a mesh or from points."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshshard.errors import MeshError
-from meshshard.graph.neighbors import Cloud, finite, rank_in_row
+from meshshard.graph.neighbors import NeighborIndex, finite, rank_in_row
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.facets import Matches, edges, facets, match
+from meshshard.mesh.ragged import offsets_of
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 __all__ = ["Graph", "cell_graph", "cuthill_mckee", "knn_graph", "point_graph", "radius_graph"]
 
-BLOCK = 1 << 16  # ids renumbered at once
+BLOCK = 1 << 16  # edges renumbered at once, to bound memory
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A directed graph in compressed rows: row i lists the sources of the edges into node i.
+    """A directed graph in CSR form; row i lists the sources of the edges into node i.
 
-    The order of a row is part of the graph: aggregation in that order is what serial and sharded
-    runs have in common.
+    The order of the edges in a row is kept, so serial and sharded runs aggregate in the same order.
 
     Attributes:
-        indptr: (n_nodes + 1,) int64; in-edges of node i are indptr[i]:indptr[i + 1].
-        indices: (n_edges,) int32 or int64, the source node of every edge.
-        symmetric: every edge has its reverse; known by construction, never assumed.
-        weights: (n_nodes,) load of each node, None for one each.
-        positions: (n_nodes, 3) places of the nodes, for the methods that cut by geometry.
+        indptr: (n_nodes + 1,) int64; the in-edges of node i are indptr[i]:indptr[i + 1].
+        indices: (n_edges,) int32 or int64 source node of every edge.
+        symmetric: True if every edge is known to have its reverse.
+        weights: (n_nodes,) load of each node; None for 1 each.
+        positions: (n_nodes, 3) positions of the nodes, for geometric methods and pictures.
     """
 
     indptr: Array
@@ -57,14 +57,14 @@ class Graph:
         return np.repeat(nodes, np.diff(self.indptr))
 
     def symmetrized(self) -> Graph:
-        """The graph with every edge in both directions, rows sorted, no loops, no doubles."""
+        """The graph with every edge in both directions, without self-loops and duplicates."""
         if self.symmetric:
             return self
         indptr, indices = _rows_of_pairs(self.destinations(), self.indices, self.n_nodes)
         return replace(self, indptr=indptr, indices=indices, symmetric=True)
 
     def permuted(self, origin: Array) -> Graph:
-        """The graph with row i taken from row origin[i]; rows keep the order of their edges."""
+        """The graph whose row i is row origin[i] of this one, with its edges in the same order."""
         n = self.n_nodes
         place = np.empty(n, self.indices.dtype)
         place[origin] = np.arange(n, dtype=place.dtype)
@@ -82,17 +82,19 @@ class Graph:
         )
 
     def check(self) -> Graph:
-        """The graph itself, once its rows and ids are proved to be in range.
+        """Check offsets, ids and symmetry, and return the graph itself.
 
         Raises:
-            MeshError: naming the first row or edge that is wrong, or has no reverse where the
-                graph is called symmetric.
+            MeshError: naming the first row or edge that is wrong, or that has no reverse although
+                `symmetric` is True.
         """
         if self.indptr.ndim != 1 or len(self.indptr) < 1 or self.indptr[0] != 0:
-            raise MeshError("graph: indptr must be one row of offsets that starts at 0")
+            raise MeshError("graph: indptr must be a 1-D array that starts at 0")
         falls = np.flatnonzero(np.diff(self.indptr) < 0)
         if len(falls):
-            raise MeshError(f"graph: indptr falls after row {falls[0]}; offsets must not decrease")
+            raise MeshError(
+                f"graph: indptr decreases after row {falls[0]}; offsets must not decrease"
+            )
         if self.indptr[-1] != self.n_edges:
             raise MeshError(
                 f"graph: indptr ends at {self.indptr[-1]}, but there are {self.n_edges} edges"
@@ -108,7 +110,7 @@ class Graph:
         return self
 
     def _check_symmetry(self) -> None:
-        """Every edge has its reverse, as often as it is there."""
+        """Check that every edge has its reverse, with the same multiplicity."""
         a, b = self.destinations().astype(np.uint64), self.indices.astype(np.uint64)
         there, back = ((x << np.uint64(32)) | y for x, y in ((a, b), (b, a)))
         there.sort()
@@ -117,23 +119,27 @@ class Graph:
         if len(lonely):
             key = int(min(there[lonely[0]], back[lonely[0]]))
             raise MeshError(
-                f"graph: is called symmetric, but nodes {key >> 32} and {key & 0xFFFFFFFF} are "
-                "linked one way only; leave out symmetric=True"
+                f"graph: has symmetric=True, but nodes {key >> 32} and {key & 0xFFFFFFFF} are "
+                "linked in one direction only; pass symmetric=False"
             )
 
 
 def cell_graph(mesh: Mesh, found: Matches | None = None) -> Graph:
-    """Cells as nodes, linked where they share a facet: an edge, a face, an end point.
+    """The dual graph of a mesh: cells as nodes, linked if they share a facet.
 
-    Rows are sorted; pairs that share several facets are linked once; a cell is never linked to
-    itself. The matches of the facets may be passed where they are known.
+    Facets are faces of volumes, edges of surfaces and end points of curves. Rows are sorted and
+    have no duplicates and self-loops.
+
+    Args:
+        mesh: the mesh.
+        found: the matches of its facets, if they are known.
     """
     found = match(facets(mesh), mesh.n_points) if found is None else found
     owner = found.facets.owner
     if found.shared:
         pairs = owner[found.first], owner[found.second]
         return Graph(*_rows_of_pairs(*pairs, mesh.n_cells), symmetric=True)
-    # Every facet has one twin at most: the table by facet is already ordered by cell.
+    # Every facet has at most one twin, so the table of facets is already ordered by cell.
     alone = (found.twin < 0) | (found.twin == owner)
     lost = np.bincount(owner[alone], minlength=mesh.n_cells)
     indptr = found.facets.offsets.copy()
@@ -142,9 +148,9 @@ def cell_graph(mesh: Mesh, found: Matches | None = None) -> Graph:
 
 
 def point_graph(mesh: Mesh) -> Graph:
-    """Points as nodes, linked along the edges of the cells (of their faces, for volumes).
+    """Points as nodes, linked along the edges of the cells (of volumes: of their faces).
 
-    Points that the weld map merges are linked to the one they are merged with.
+    A point that the weld map merges is linked to the point that it is merged with.
     """
     a, b = edges(mesh)
     if mesh.weld is not None:
@@ -154,52 +160,62 @@ def point_graph(mesh: Mesh) -> Graph:
 
 
 def knn_graph(points: Array, k: int) -> Graph:
-    """Each point hears its k nearest others; ties go by distance, then by id.
+    """k-nearest-neighbor graph: each point has edges from its k nearest other points, exactly.
 
     Args:
         points: (n, d) finite coordinates; compared in float64.
-        k: neighbors of each point; n - 1 where that is fewer.
+        k: neighbors per point, at most n - 1.
 
     Returns:
-        A directed graph; rows are ordered by (distance, id). A point is never its own neighbor,
-        points at the same place are.
+        A directed graph with rows ordered by (distance, id), which also breaks ties. It has no
+        self-loops; coincident points are neighbors.
+
+    Raises:
+        MeshError: points are not finite.
     """
     points = finite(points)
     n, k = len(points), min(k, len(points) - 1)
     if k < 1:
         return Graph(np.zeros(n + 1, np.int64), np.zeros(0, np.int32), symmetric=n < 2)
-    nearest, _ = Cloud(points, k).nearest(k)
+    nearest, _ = NeighborIndex(points, k).nearest(k)
     return Graph(np.arange(0, n * k + 1, k, dtype=np.int64), nearest.ravel())
 
 
 def radius_graph(points: Array, radius: float, max_neighbors: int | None = None) -> Graph:
-    """Each point hears all others within `radius`, the nearest `max_neighbors` of them.
+    """Radius graph: each point has edges from the other points within `radius`.
 
-    Rows are ordered by (distance, id).
+    Args:
+        points: (n, d) finite coordinates; compared in float64.
+        radius: largest distance, in the units of the points.
+        max_neighbors: keep the nearest only; all if None.
+
+    Returns:
+        A directed graph with rows ordered by (distance, id), without self-loops; symmetric unless
+        `max_neighbors` is given.
 
     Raises:
-        MeshError: the edges would not fit into 2^31; take a smaller radius or a limit.
+        MeshError: points are not finite, or there are 2^31 edges or more.
     """
     points = finite(points)
     n = len(points)
-    cloud = Cloud(points)
-    total = int(np.minimum(cloud.count(radius) - 1, max_neighbors or n).sum())
+    index = NeighborIndex(points)
+    total = int(np.minimum(index.count(radius) - 1, max_neighbors or n).sum())
     if total >= 2**31:
         raise MeshError(
-            f"radius {radius:g} gives {total} edges; take a smaller radius or max_neighbors"
+            f"radius {radius:g} gives {total} edges, at most {2**31 - 1} are supported; "
+            "use a smaller radius or max_neighbors"
         )
     kept: list[Array] = [np.zeros(0, np.int32 if n < 2**31 else np.int64)]
     degree = np.zeros(n, np.int64)
-    for at, to, _ in cloud.ball(radius):
+    for at, to, _ in index.ball(radius):
         keep = rank_in_row(at) < (max_neighbors or n)
         kept.append(to[keep])
         degree += np.bincount(at[keep], minlength=n)
-    indptr = np.concatenate([[0], np.cumsum(degree)])
-    return Graph(indptr, np.concatenate(kept), symmetric=max_neighbors is None)
+    return Graph(offsets_of(degree), np.concatenate(kept), symmetric=max_neighbors is None)
 
 
 def cuthill_mckee(graph: Graph) -> Array:
-    """(n,) place of every node in the reverse Cuthill-McKee order: neighbors lie close."""
+    """(n,) int64 position of every node in the reverse Cuthill-McKee order."""
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import reverse_cuthill_mckee
 
@@ -213,7 +229,10 @@ def cuthill_mckee(graph: Graph) -> Array:
 
 
 def _rows_of_pairs(a: Array, b: Array, n: int) -> tuple[Array, Array]:
-    """Sorted symmetric rows from pairs, without loops and doubles, by one sort of packed pairs."""
+    """Sorted symmetric rows from pairs, without self-loops and duplicates.
+
+    Sorts pairs that are packed into 64 bits.
+    """
     keys = np.empty(2 * len(a), np.uint64)
     for half, row, column in ((keys[: len(a)], a, b), (keys[len(a) :], b, a)):
         half[:] = row
@@ -231,19 +250,19 @@ def _rows_of_pairs(a: Array, b: Array, n: int) -> tuple[Array, Array]:
 
 
 def scipy_rows(indptr: Array, indices: Array) -> csr_array:
-    """Square rows for scipy, which copies all ids unless offsets are of the same type."""
+    """A square csr_array; offsets get the dtype of the ids, or scipy would copy the ids."""
     from scipy.sparse import csr_array
 
     n = len(indptr) - 1
     offsets = indptr.astype(indices.dtype) if len(indices) < 2**31 else indptr
-    nothing = np.broadcast_to(np.int8(1), len(indices))
-    return csr_array((nothing, indices, offsets), shape=(n, n))
+    ones = np.broadcast_to(np.int8(1), len(indices))
+    return csr_array((ones, indices, offsets), shape=(n, n))
 
 
 def _sorted_rows(indptr: Array, indices: Array) -> tuple[Array, Array]:
-    """Rows sorted by id, doubles dropped; `indices` is sorted in place where scipy can."""
+    """Rows sorted by id, without duplicates; `indices` is sorted in place if scipy can."""
     rows = scipy_rows(indptr, indices)
-    rows.data = np.ones(len(indices), np.int8)  # sorted along, so it cannot be the same byte
+    rows.data = np.ones(len(indices), np.int8)  # scipy writes to it: a broadcast array will not do
     rows.sort_indices()
     indices = rows.indices.astype(indices.dtype, copy=False)
     double = np.zeros(len(indices), bool)
@@ -251,6 +270,6 @@ def _sorted_rows(indptr: Array, indices: Array) -> tuple[Array, Array]:
     starts = indptr[:-1][np.diff(indptr) > 0]
     double[starts] = False
     if double.any():
-        kept = np.concatenate([[0], np.cumsum(~double)])
+        kept = offsets_of(~double)
         indptr, indices = kept[indptr], indices[~double]
     return indptr, indices

@@ -1,4 +1,4 @@
-"""Orders of points along a curve: near in the order means near in space."""
+"""Morton (Z-order) curve: points that are close in the order are close in space."""
 
 import numpy as np
 
@@ -10,9 +10,9 @@ BITS = 21  # three coordinates in one 64-bit key
 
 
 def morton_order(points: Array) -> Array:
-    """(n,) int64 rows of `points` (n, 3) along a Z-curve through their bounding box.
+    """(n,) int64 rows of `points` (n, d <= 3) in the order of a Z-curve through their bounding box.
 
-    Ties (points in one of the 2^63 voxels) keep their order. Morton, 1966.
+    Points in the same of 2^63 voxels keep their order. Morton, 1966.
     """
     if len(points) == 0:
         return np.zeros(0, np.int64)
@@ -26,7 +26,7 @@ def morton_order(points: Array) -> Array:
 
 
 def _spread(x: Array) -> Array:
-    """Two zero bits between all bits of the 21-bit numbers x."""
+    """The 21-bit numbers x with two zero bits inserted after each bit."""
     for shift, mask in (
         (32, 0x001F00000000FFFF),
         (16, 0x001F0000FF0000FF),

@@ -1,4 +1,7 @@
-"""Plan: who sends which rows to whom, for all shards at once; pure arrays, nothing is sent here."""
+"""Halo and exchange plan of a partitioned graph: which shard sends which rows to which.
+
+Arrays only, computed for all shards at once; `meshshard.comm` sends.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ import numpy as np
 from meshshard.errors import PartitionError
 from meshshard.graph.graph import Graph
 from meshshard.mesh import Array
-from meshshard.mesh.ragged import ranges
+from meshshard.mesh.ragged import offsets_of, ranges
 
 __all__ = ["Halo", "Plan", "check_edges", "halo_of", "plan_of", "received", "runs", "send_lists"]
 
 
 class Halo(NamedTuple):
-    """The rows that every shard needs from others; ids ascend, so owners do too.
+    """The halo rows of every shard: copies of rows that other shards own.
 
     Attributes:
         offsets: (k + 1,) the halo of shard p is offsets[p]:offsets[p + 1].
-        ids: id of every halo row.
-        hops: uint8 steps from the owned rows to it, 1 to `depth`.
-        depth: hops that were asked for.
+        ids: (n_halo,) id of every halo row, ascending within a shard, hence grouped by owner.
+        hops: (n_halo,) uint8 distance from the owned rows, 1 to `depth`.
+        depth: number of hops.
     """
 
     offsets: Array
@@ -34,20 +37,20 @@ class Halo(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What one shard computes on and exchanges; local rows are its owned rows, then its halo.
+    """The local graph and the exchange of one shard; local rows are owned rows, then halo rows.
 
     Attributes:
-        shard: its number.
-        n_owned: owned rows.
-        halo: (n_halo,) int64 ids of the halo rows, ascending, so grouped by owner.
-        hops: (n_halo,) uint8 distance of each halo row.
-        indptr: (n_owned + n_halo + 1,) in-edges of local rows. Those of owned rows are the truth;
-            those of halo rows nearer than the last hop are copies of their owner's; the outermost
-            hop has none.
-        indices: source of every edge, as a local row.
-        send_rows: owned rows that others need, grouped by receiver, ids ascending.
-        send_counts: (k,) how many of them go to each shard.
-        recv_counts: (k,) how many halo rows come from each shard.
+        shard: number of the shard.
+        n_owned: number of owned rows.
+        halo: (n_halo,) int64 ids of the halo rows, ascending, hence grouped by owner.
+        hops: (n_halo,) uint8 distance of each halo row from the owned rows.
+        indptr: (n_owned + n_halo + 1,) CSR offsets of the in-edges of local rows. Owned rows have
+            all their in-edges; halo rows have copies of theirs, except those of the last hop, which
+            have none.
+        indices: (n_edges,) source of every edge, as a local row.
+        send_rows: owned rows to send, grouped by receiver, ascending within a group.
+        send_counts: (k,) rows to send to each shard.
+        recv_counts: (k,) halo rows to receive from each shard.
     """
 
     shard: int
@@ -62,29 +65,29 @@ class Plan:
 
     @property
     def n_local(self) -> int:
-        """Owned and halo rows together."""
+        """Number of owned and halo rows."""
         return self.n_owned + len(self.halo)
 
     def cut_edges(self) -> Array:
-        """(n_edges,) bool, edges whose source is a halo row."""
+        """(n_edges,) bool: edges whose source is a halo row."""
         return np.asarray(self.indices >= self.n_owned)
 
     def interior(self) -> Array:
-        """(n_owned,) bool, owned rows that read owned rows only: computed while rows travel."""
-        crossing = np.concatenate([[0], np.cumsum(self.cut_edges())])
+        """(n_owned,) bool: owned rows without halo sources, to be computed during the exchange."""
+        crossing = offsets_of(self.cut_edges())
         bounds = crossing[self.indptr[: self.n_owned + 1]]
         return np.asarray(np.diff(bounds) == 0)
 
 
 def halo_of(graph: Graph, sizes: Array, depth: int) -> Halo:
-    """The halo of every shard of a graph whose rows are in shard order.
+    """The halo of every shard.
 
     Args:
-        graph: nodes renumbered so that each shard's are contiguous.
+        graph: the graph in shard order.
         sizes: (k,) owned rows of every shard.
-        depth: hops; 1 for one exchange a layer, L for one exchange in L layers.
+        depth: number of hops; 1 for one exchange per layer, L for one exchange in L layers.
     """
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    offsets = offsets_of(sizes)
     near = [np.unique(_outside(graph, offsets, p)) for p in range(len(sizes))]
     ids, hops = list(near), [np.ones(len(i), np.uint8) for i in near]
     for step in range(2, depth + 1):
@@ -97,7 +100,7 @@ def halo_of(graph: Graph, sizes: Array, depth: int) -> Halo:
     by = [np.argsort(i) for i in ids]
     none = np.zeros(0, graph.indices.dtype)
     return Halo(
-        np.concatenate([[0], np.cumsum([len(i) for i in ids], dtype=np.int64)]),
+        offsets_of(np.array([len(i) for i in ids])),
         np.concatenate([none, *(i[o] for i, o in zip(ids, by, strict=True))]),
         np.concatenate([none, *(r[o] for r, o in zip(hops, by, strict=True))]).astype(np.uint8),
         depth,
@@ -105,37 +108,37 @@ def halo_of(graph: Graph, sizes: Array, depth: int) -> Halo:
 
 
 def _outside(graph: Graph, offsets: Array, shard: int) -> Array:
-    """Sources of the edges into one shard that it does not own, with repetitions."""
+    """Sources of the edges into one shard that other shards own, with duplicates."""
     first, last = offsets[shard], offsets[shard + 1]
     sources = graph.indices[graph.indptr[first] : graph.indptr[last]]
     return np.asarray(sources[(sources < first) | (sources >= last)])
 
 
 def send_lists(halo: Halo, sizes: Array) -> tuple[Array, Array, Array]:
-    """Rows to send, grouped by (owner, receiver), ids ascending: the halos seen from their owners.
+    """The rows that every shard sends: the halos of all shards, grouped by (owner, receiver).
 
     Returns:
-        The offsets (k + 1,) of each owner's rows, the owned rows, and counts (k, k) by
-        (receiver, owner).
+        (k + 1,) offsets of each owner's rows; the owned rows to send, ascending for each receiver;
+        and (k, k) counts by (receiver, owner).
     """
     k = len(sizes)
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    offsets = offsets_of(sizes)
     owner = np.searchsorted(offsets, halo.ids, side="right") - 1
     receiver = np.repeat(np.arange(k), np.diff(halo.offsets))
     counts = np.bincount(receiver * k + owner, minlength=k * k).reshape(k, k)
     order = np.argsort(owner, kind="stable")
     rows = halo.ids[order] - offsets[owner[order]]
-    return np.concatenate([[0], np.cumsum(counts.sum(axis=0))]), rows, counts
+    return offsets_of(counts.sum(axis=0)), rows, counts
 
 
 def received(plans: Sequence[Plan], sizes: Array) -> list[Array]:
-    """Ids that are sent to every shard, by owner: in a plan that closes, its halo.
+    """Ids that every shard receives, by owner; in consistent plans they equal its halo.
 
     Args:
-        plans: of all shards, in their order.
+        plans: the plans of all shards, in order.
         sizes: (k,) owned rows of every shard.
     """
-    first = np.concatenate([[0], np.cumsum(sizes)])
+    first = offsets_of(sizes)
     ids = [p.send_rows.astype(np.int64) + first[p.shard] for p in plans]
     to = np.concatenate([np.repeat(np.arange(len(plans)), p.send_counts) for p in plans])
     order = np.argsort(to, kind="stable")
@@ -146,7 +149,7 @@ def received(plans: Sequence[Plan], sizes: Array) -> list[Array]:
 def plan_of(
     graph: Graph, sizes: Array, halo: Halo, sends: tuple[Array, Array, Array], shard: int
 ) -> Plan:
-    """The plan of one shard, cut out of the arrays of all."""
+    """The plan of one shard, from the arrays of all shards."""
     first = int(sizes[:shard].sum())
     n_owned = int(sizes[shard])
     mine = slice(halo.offsets[shard], halo.offsets[shard + 1])
@@ -177,12 +180,12 @@ def plan_of(
 
 
 def check_edges(plan: Plan, graph: Graph, first: int) -> None:
-    """Do nothing if local sources, seen as ids, are the graph's own.
+    """Check that the local edges of a shard are those of the graph.
 
     Args:
-        plan: of one shard.
-        graph: in shard order.
-        first: id of its first owned row.
+        plan: the plan of the shard.
+        graph: the graph in shard order.
+        first: id of the first owned row.
 
     Raises:
         PartitionError: naming the shard and the edge that is wrong.
@@ -190,27 +193,32 @@ def check_edges(plan: Plan, graph: Graph, first: int) -> None:
     own = np.arange(first, first + plan.n_owned)
     ids = np.concatenate([own, plan.halo])
     if len(plan.indices) and not 0 <= plan.indices.min() <= plan.indices.max() < len(ids):
-        raise PartitionError(f"shard {plan.shard}: an edge has no local source")
+        raise PartitionError(f"shard {plan.shard}: the source of an edge is not a local row")
     known = np.diff(plan.indptr) > 0
     known[: plan.n_owned] = True
     for row in (known, np.arange(len(ids)) < plan.n_owned):
         starts, stops = graph.indptr[ids[row]], graph.indptr[ids[row] + 1]
         if (np.diff(plan.indptr)[row] != stops - starts).any():
-            raise PartitionError(f"shard {plan.shard}: a row has lost in-edges")
+            raise PartitionError(f"shard {plan.shard}: a row does not have all its in-edges")
     sources = graph.indices[graph.indptr[first] :] if len(own) else own
     count = plan.indptr[plan.n_owned]
     wrong = np.flatnonzero(ids[plan.indices[:count]] != sources[:count])
     if len(wrong):
-        raise PartitionError(f"shard {plan.shard}: edge {wrong[0]} has another source")
+        raise PartitionError(
+            f"shard {plan.shard}: edge {wrong[0]} has another source than in the graph"
+        )
 
 
 def runs(sizes: Array, ranks: int) -> Array:
-    """Cut k shards into `ranks` runs: (ranks + 1,) offsets that make the largest run smallest.
+    """Cut k shards into `ranks` runs that minimize the largest number of owned rows.
 
-    Every run has a shard at least; among equals the cuts lie leftmost.
+    Every run has at least one shard; of equal solutions the leftmost cuts are taken.
+
+    Returns:
+        (ranks + 1,) offsets of the runs.
     """
     k = len(sizes)
-    total = np.concatenate([[0], np.cumsum(sizes)])
+    total = offsets_of(sizes)
     low, high = int(np.max(sizes, initial=0)), int(total[-1])
     while low < high:
         middle = (low + high) // 2
@@ -221,10 +229,10 @@ def runs(sizes: Array, ranks: int) -> Array:
 
 
 def _fill(total: Array, ranks: int, most: int) -> Array:
-    """Fill runs from the right, none above `most`; the first cut is 0 where that suffices."""
+    """Fill runs from the right up to `most` rows; the first cut is 0 if the runs suffice."""
     cuts = np.empty(ranks + 1, np.int64)
     cuts[ranks] = len(total) - 1
     for r in range(ranks - 1, -1, -1):
         lowest = int(np.searchsorted(total, total[cuts[r + 1]] - most))
-        cuts[r] = max(lowest, r)  # r runs to the left need a shard each
+        cuts[r] = max(lowest, r)  # each of the r runs on the left needs a shard
     return cuts

@@ -15,7 +15,7 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from meshshard.atomic_write import replacing
+from meshshard.atomic_write import atomic_file
 from meshshard.errors import MeshshardError
 from meshshard.io.readers.vtk_faces import face_stream
 from meshshard.mesh import Array, Mesh
@@ -201,7 +201,7 @@ def write_npz(mesh: Mesh, path: Path) -> None:
 def _whole(path: Path) -> Iterator[Path]:
     """Write beside, then rename: nobody ever sees half a file."""
     try:
-        with replacing(path) as part:
+        with atomic_file(path) as part:
             yield part
     except OSError as error:
         raise MeshshardError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +11,8 @@ from meshshard.errors import MeshError
 from meshshard.mesh.arrays import Array
 from meshshard.mesh.mesh import Faces, Mesh
 from meshshard.mesh.ragged import offsets_of, ranges
-from meshshard.partitioning.partition import Partition
 
-__all__ = ["Piece", "assemble", "extract", "pieces_of"]
+__all__ = ["Piece", "assemble", "extract"]
 
 
 class Piece(NamedTuple):
@@ -97,37 +96,6 @@ def assemble(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str = "
         blocks=first.blocks,
         name=name,
     )
-
-
-def pieces_of(partition: Partition) -> Iterator[Piece]:
-    """The cells and points of every shard; its owned rows come first, in shard order.
-
-    A shard of points also holds the cells whose lowest owner it is, and the points these need.
-    Points that no cell uses are held by the first shard of cells.
-
-    Raises:
-        MeshError: the partition is of a bare graph.
-    """
-    mesh = partition.mesh
-    if mesh is None:
-        raise MeshError("a bare graph has no cells and points to hand out")
-    first = partition.offsets
-    if partition.entity == "cells":
-        used = np.zeros(mesh.n_points, bool)
-        used[mesh.connectivity] = True
-        orphans = np.flatnonzero(~used)
-        for p in range(partition.k):
-            cells = partition.origin[first[p] : first[p + 1]]
-            yield extract(mesh, cells, orphans if p == 0 and len(orphans) else None)
-        return
-    lowest = np.zeros(0, np.int64)
-    if mesh.n_cells:
-        lowest = np.minimum.reduceat(partition.labels[mesh.connectivity], mesh.offsets[:-1])
-    order = np.argsort(lowest, kind="stable")
-    bounds = np.searchsorted(lowest[order], np.arange(partition.k + 1))
-    for p in range(partition.k):
-        cells = order[bounds[p] : bounds[p + 1]]
-        yield extract(mesh, cells, partition.origin[first[p] : first[p + 1]])
 
 
 def _faces_of(mesh: Mesh, cells: Array) -> tuple[Array, Array, Array]:

@@ -1,17 +1,19 @@
-"""Partitioners: (graph, parts) -> a label 0..parts-1 for every node.
+"""Methods of partitioning: (graph, parts) -> a label 0..parts-1 for every node.
 
-Each is a small frozen object that is called; a function of your own with the same two arguments
-(and `targets`, where they are asked for) does as well.
+`METHODS` is the table of methods by name, for `partition(method=…)`, `meshshard partition --method`
+and the documentation. To add a method, write a frozen dataclass with its options as fields and a
+`__call__` as in `Partitioner`, and add a row. A function with the same arguments can be passed as
+`method` without a row.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,33 +23,50 @@ from meshshard.graph.morton import morton_order
 from meshshard.mesh import Array
 from meshshard.partitioning import metis_child
 
-__all__ = ["NAMED", "RCB", "Given", "Metis", "Morton", "Partitioner", "Random", "label"]
+__all__ = [
+    "METHODS",
+    "RCB",
+    "Given",
+    "Method",
+    "Metis",
+    "Morton",
+    "Partitioner",
+    "Random",
+    "label",
+    "partitioner_of",
+    "record_of",
+]
 
-FEW = 5  # nodes a part; below it METIS' k-way leaves parts empty
+FEW = 5  # nodes per part; with fewer, k-way METIS leaves parts empty
 SEEDS = 2**31
-LOOSEST = 100  # thousandths of imbalance that METIS may use to make up for coarse loads
-MEAN_WEIGHT = 1000  # METIS counts in integers: loads are scaled to this mean
+MAX_UFACTOR = 100  # thousandths of imbalance allowed to METIS where loads are coarse
+MEAN_WEIGHT = 1000  # METIS takes integer weights: loads are scaled to this mean
 
 
 class Partitioner(Protocol):
-    """What `partition` takes as its method."""
+    """A callable that partitions a graph.
+
+    A class may set `geometric = False` if it does not use `graph.positions`; otherwise they are
+    computed from the mesh before the call.
+    """
 
     def __call__(self, graph: Graph, parts: int, targets: Array | None = None) -> Array:
-        """Labels (n_nodes,) of integers 0..parts-1."""
+        """Labels (n_nodes,) of integers 0..parts-1; `targets` (parts,) are shares of the load."""
 
 
 @dataclass(frozen=True)
 class Metis:
-    """METIS on the graph: multilevel k-way, for few rows to exchange and equal loads.
+    """METIS: multilevel k-way partitioning of the graph (Karypis and Kumar, 1998).
 
     Attributes:
-        objective: "volume" counts the rows that shards exchange, "cut" the edges between them.
-        imbalance: largest load over the mean; 1.005 allows half a percent.
-        seed: the same seed gives the same labels with the same build of METIS only.
-        recursive: recursive bisection instead of k-way; by default where a part has fewer than
-            five nodes. It knows the objective "cut" only.
-        contiguous: ask for connected parts (the graph must be connected).
-        timeout: seconds for METIS; by default two minutes, and two more per million nodes.
+        objective: what is minimized: "volume", the rows that shards exchange, or "cut", the edges
+            between them.
+        imbalance: allowed largest load over the mean; 1.005 allows half a percent.
+        seed: seed of METIS; the same seed gives the same labels only with the same build of METIS.
+        recursive: recursive bisection instead of k-way, with the objective "cut" only; None uses it
+            for fewer than five nodes per part.
+        contiguous: ask for connected parts; the graph must be connected.
+        timeout: seconds; None for two minutes plus two per million nodes.
     """
 
     objective: Literal["volume", "cut"] = "volume"
@@ -59,19 +78,23 @@ class Metis:
     geometric: ClassVar[bool] = False
 
     def __call__(self, graph: Graph, parts: int, targets: Array | None = None) -> Array:
-        """Labels (n_nodes,) int64; every part has a node wherever there are enough."""
+        """Labels (n_nodes,) int64; no part is empty if there are enough nodes.
+
+        Raises:
+            PartitionError: an option is out of range, or METIS failed or timed out.
+        """
         if self.objective not in ("volume", "cut"):
-            raise PartitionError(f"objective {self.objective!r} is unknown: volume or cut")
+            raise PartitionError(f"objective {self.objective!r} is unknown; use volume or cut")
         if not self.imbalance > 1:
-            raise PartitionError(f"imbalance {self.imbalance} must be above 1, 1.005 for 0.5 %")
+            raise PartitionError(f"imbalance {self.imbalance} must be above 1; 1.005 is 0.5 %")
         _check_seed(self.seed)
         if self.timeout is not None and not self.timeout > 0:
-            raise PartitionError(f"timeout {self.timeout}: seconds above 0 are needed")
-        weights = _whole_numbers(graph.weights)
+            raise PartitionError(f"timeout {self.timeout} must be a number of seconds above 0")
+        weights = _integer_weights(graph.weights)
         loads = np.broadcast_to(1.0, graph.n_nodes) if weights is None else weights.astype(float)
         few = graph.n_nodes < FEW * parts and not self.contiguous
         graph = graph.symmetrized()
-        allowed = _reachable(self.imbalance, loads, parts)
+        allowed = _attainable(self.imbalance, loads, parts)
         tried: list[tuple[tuple[float, float, int], Array]] = []
         for attempt in self._attempts(few if self.recursive is None else self.recursive, allowed):
             labels = metis_child.k_way(
@@ -91,16 +114,16 @@ class Metis:
         return min(tried, key=lambda found: found[0])[1]
 
     def _attempts(self, few: bool, allowed: float) -> list[metis_child.Options]:
-        """What is tried, until a result is balanced and has no empty part."""
+        """Options to try in turn, until the result is balanced and no part is empty."""
         first = metis_child.Options(
             self.objective,
             few,
-            min(max(1, round((allowed - 1) * 1000)), LOOSEST),
+            min(max(1, round((allowed - 1) * 1000)), MAX_UFACTOR),
             self.seed,
             self.contiguous and not few,
         )
         others = [
-            first._replace(seed=self.seed + 2),  # glibc seeds 0 and 1 alike
+            first._replace(seed=self.seed + 2),  # seeds 0 and 1 are the same to glibc
             first._replace(objective="cut", recursive=False),
             first._replace(recursive=True, contiguous=False),
         ]
@@ -109,28 +132,31 @@ class Metis:
 
 @dataclass(frozen=True)
 class Morton:
-    """Equal runs along a Z-curve: no graph needed, fast at any size, 1.1 to 7 times the halo."""
+    """Equal runs along a Morton (Z-order) curve: fast; 1.1 to 7 times the halo of METIS.
 
-    geometric: ClassVar[bool] = True
-
-    def __call__(self, graph: Graph, parts: int, targets: Array | None = None) -> Array:
-        """Labels (n_nodes,) int64 by position."""
-        return _cut_along(morton_order(_positions(graph, "Morton")), graph, parts, targets)
-
-
-@dataclass(frozen=True)
-class RCB:
-    """Recursive coordinate bisection: halve the longest side again and again.
-
-    Berger and Bokhari, IEEE Transactions on Computers C-36 (1987).
+    Uses positions only. Morton, 1966.
     """
 
     geometric: ClassVar[bool] = True
 
     def __call__(self, graph: Graph, parts: int, targets: Array | None = None) -> Array:
-        """Labels (n_nodes,) int64 by position."""
+        """Labels (n_nodes,) int64."""
+        return _cut_along(morton_order(_positions(graph, "Morton")), graph, parts, targets)
+
+
+@dataclass(frozen=True)
+class RCB:
+    """Recursive coordinate bisection: split along the longest side of the bounding box.
+
+    Uses positions only. Berger and Bokhari, IEEE Transactions on Computers C-36 (1987).
+    """
+
+    geometric: ClassVar[bool] = True
+
+    def __call__(self, graph: Graph, parts: int, targets: Array | None = None) -> Array:
+        """Labels (n_nodes,) int64."""
         positions = _positions(graph, "RCB")
-        weights = _whole_numbers(graph.weights)
+        weights = _integer_weights(graph.weights)
         loads = np.ones(graph.n_nodes) if weights is None else weights
         shares = np.full(parts, 1 / parts) if targets is None else targets
         labels = np.zeros(graph.n_nodes, np.int64)
@@ -153,7 +179,7 @@ class RCB:
 
 @dataclass(frozen=True)
 class Random:
-    """Balanced random labels: the worst halo there is, for tests and for chunking by chance."""
+    """Balanced random labels, which give the largest halo; for tests."""
 
     seed: int = 0
     geometric: ClassVar[bool] = False
@@ -167,7 +193,7 @@ class Random:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Labels made elsewhere: an array, or a file of one label a line as gpmetis writes it.
+    """Labels from elsewhere: an array, or a file with one label per line as gpmetis writes it.
 
     Parts may be empty.
     """
@@ -179,7 +205,7 @@ class Given:
         """The labels as given.
 
         Raises:
-            PartitionError: the file has a line that is no integer.
+            PartitionError: the file cannot be read, or a line is not an integer.
         """
         if not isinstance(self.labels, (str, Path)):
             return np.asarray(self.labels)
@@ -193,9 +219,63 @@ class Given:
         return np.array(words, np.int64)
 
 
-NAMED: dict[str, Partitioner] = {
-    "metis": Metis(), "morton": Morton(), "rcb": RCB(), "random": Random(),
-}  # fmt: skip
+class Method(NamedTuple):
+    """A row of the table of methods.
+
+    Attributes:
+        make: class of the partitioner; its fields are the options of the method.
+        help: one line for the command line and the documentation.
+    """
+
+    make: Callable[..., Partitioner]
+    help: str
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options, which are the fields of the class."""
+        return tuple(f.name for f in fields(self.make))  # type: ignore[arg-type]
+
+
+METHODS: dict[str, Method] = {
+    "metis": Method(Metis, "multilevel k-way on the graph, the smallest halo"),
+    "morton": Method(Morton, "equal runs along a Z-curve, fast"),
+    "rcb": Method(RCB, "recursive coordinate bisection, boxes"),
+    "random": Method(Random, "balanced random labels, for tests"),
+}
+
+
+def partitioner_of(method: Any = None, options: Mapping[str, Any] | None = None) -> Any:
+    """The partitioner that the argument `method` of `partition` stands for.
+
+    Args:
+        method: a name in `METHODS`, METIS if None; labels, or the path of a file of labels; other
+            objects are returned as they are.
+        options: options of a method that is given by name; those that it does not have are ignored.
+
+    Raises:
+        PartitionError: a string that is neither a name nor the path of a file.
+    """
+    if method is None:
+        method = "metis"
+    if isinstance(method, str) and method in METHODS:
+        row, given = METHODS[method], options or {}
+        return row.make(**{name: given[name] for name in row.options if name in given})
+    if isinstance(method, str) and not Path(method).is_file():
+        names = ", ".join(METHODS)
+        raise PartitionError(f"method {method!r} is unknown; use {names}, or a file of labels")
+    return Given(method) if isinstance(method, (np.ndarray, list, str, Path)) else method
+
+
+def record_of(method: Any) -> dict[str, Any]:
+    """Name and options of a partitioner, for the manifest."""
+    name = getattr(method, "__name__", type(method).__name__)
+    named = fields(method) if is_dataclass(method) else ()
+    options = {f.name: getattr(method, f.name) for f in named}
+    plain = {f: str(v) if isinstance(v, Path) else v for f, v in options.items()}
+    kept = {f: v for f, v in plain.items() if v is None or isinstance(v, (str, int, float))}
+    return {"name": name} | {
+        f: v for f, v in kept.items() if not isinstance(v, float) or v < np.inf
+    }
 
 
 def label(
@@ -204,55 +284,54 @@ def label(
     method: Partitioner | Callable[..., Array],
     targets: Array | None = None,
 ) -> Array:
-    """Run a partitioner and prove its labels: one for each node, whole numbers below `parts`.
+    """Call a partitioner and validate its labels: one per node, integers 0..parts-1.
 
-    One part never reaches the method. More parts than nodes leave the last shards empty, with a
-    warning. Parts that a method of this module leaves empty are given a node of the largest part;
-    labels that are given, or come from a function of your own, are taken as they are.
+    With more parts than nodes the last shards are empty, with a warning. If a method of `METHODS`
+    leaves a part empty, the part gets a node of the largest one; other labels are not changed.
 
     Returns:
         (n_nodes,) int64.
 
     Raises:
-        PartitionError: labels, parts or targets that cannot be right.
+        PartitionError: invalid labels or targets.
     """
     n = graph.n_nodes
     targets = _shares(targets, parts)
-    ours = isinstance(method, (Metis, Morton, RCB, Random))
-    if parts == 1 and ours:
+    in_table = any(type(method) is row.make for row in METHODS.values())
+    if parts == 1 and in_table:
         return np.zeros(n, np.int64)
     if parts > n:
         warnings.warn(
-            f"{n_of(parts, 'parts')} for {n_of(n, 'nodes')}, so {n_of(parts - n, 'shards')} "
-            "without rows; ask for fewer parts",
+            f"{n_of(parts, 'parts')} for {n_of(n, 'nodes')}: {n_of(parts - n, 'shards')} will be "
+            "empty; ask for fewer parts",
             MeshWarning,
             stacklevel=3,
         )
-        if ours:
+        if in_table:
             return np.arange(n, dtype=np.int64)
     labels = method(graph, parts) if targets is None else method(graph, parts, targets=targets)
     labels = _verify(labels, n, parts, type(method).__name__)
-    return _fill_empty(labels, parts) if ours else labels
+    return _fill_empty(labels, parts) if in_table else labels
 
 
 def _verify(labels: Array, n: int, parts: int, source: str) -> Array:
-    """Labels as (n,) int64, or an error that says what is wrong with them."""
+    """Labels as (n,) int64, validated."""
     labels = np.asarray(labels)
     if labels.shape != (n,):
-        raise PartitionError(f"{source} gave labels of shape {labels.shape} for {n} nodes")
+        raise PartitionError(f"{source} gave labels of shape {labels.shape}, expected ({n},)")
     if labels.dtype.kind not in "iu":
-        raise PartitionError(f"{source} gave labels of type {labels.dtype}; integers are needed")
+        raise PartitionError(f"{source} gave labels of dtype {labels.dtype}, expected integers")
     bad = np.flatnonzero((labels < 0) | (labels >= parts))
     if len(bad):
         raise PartitionError(
-            f"{source} gave node {bad[0]} the label {labels[bad[0]]}; "
-            f"labels of {parts} parts are 0 to {parts - 1}"
+            f"{source} gave node {bad[0]} the label {labels[bad[0]]}, "
+            f"expected 0 to {parts - 1} for {parts} parts"
         )
     return labels.astype(np.int64, copy=False)
 
 
 def _fill_empty(labels: Array, parts: int) -> Array:
-    """Give every empty part one node of the part that has most."""
+    """Move one node of the largest part to each empty part."""
     sizes = np.bincount(labels, minlength=parts)
     empty = np.flatnonzero(sizes == 0)
     if len(empty):
@@ -266,70 +345,70 @@ def _fill_empty(labels: Array, parts: int) -> Array:
 
 
 def _score(labels: Array, loads: Array, parts: int, targets: Array | None) -> tuple[float, float]:
-    """Empty parts, then the largest load over its target: smaller is better."""
+    """Number of empty parts, and the largest load over its target; smaller is better."""
     load = np.bincount(labels, loads, parts)
     aim = load.sum() * (np.full(parts, 1 / parts) if targets is None else targets)
     empty = int((np.bincount(labels, minlength=parts) == 0).sum())
     return empty, float((load / aim).max()) if load.sum() else 1.0
 
 
-def _reachable(imbalance: float, loads: Array, parts: int) -> float:
-    """The asked imbalance, or what two nodes more in a part come to, if that is larger.
+def _attainable(imbalance: float, loads: Array, parts: int) -> float:
+    """The requested imbalance, or that of two extra nodes in a part if it is larger.
 
-    Held to less, METIS scatters small parts to make their counts equal.
+    With a tighter bound METIS scatters small parts to make their counts equal.
     """
     mean = loads.sum() / parts
     return max(imbalance, 1 + 2 * float(loads.max()) / mean) + 1e-9 if mean else np.inf
 
 
 def _cut(graph: Graph, labels: Array) -> int:
-    """Edges between parts."""
+    """Number of edges between parts."""
     return int((labels[graph.destinations()] != labels[graph.indices]).sum())
 
 
 def _check_seed(seed: int) -> None:
     if not 0 <= seed < SEEDS:
-        raise PartitionError(f"seed {seed}: a whole number from 0 to {SEEDS - 1} is needed")
+        raise PartitionError(f"seed {seed} must be an integer from 0 to {SEEDS - 1}")
 
 
-def _whole_numbers(weights: Array | None) -> Array | None:
-    """Loads as int64 of mean 1000, which METIS can add up without overflow."""
+def _integer_weights(weights: Array | None) -> Array | None:
+    """Loads as int64 with mean 1000; METIS can sum them without overflow."""
     if weights is None:
         return None
     bad = np.flatnonzero(~np.isfinite(weights) | (weights < 0))
     if len(bad):
         raise PartitionError(
-            f"weight {weights[bad[0]]} at row {bad[0]} ({len(bad)} in all): "
+            f"weight {weights[bad[0]]} at row {bad[0]} ({len(bad)} such rows): "
             "weights must be finite and not negative"
         )
     total = float(weights.sum(dtype=np.float64))
     if total <= 0:
-        raise PartitionError("all weights are zero; leave them out to count every entity as one")
+        raise PartitionError("all weights are zero; omit them to give every entity the load 1")
     scaled = np.asarray(weights, np.float64) * (MEAN_WEIGHT * len(weights) / total)
     return np.rint(scaled).astype(np.int64)
 
 
 def _shares(targets: Array | None, parts: int) -> Array | None:
-    """Targets as shares that sum to 1."""
+    """Targets normalized to sum 1."""
     if targets is None:
         return None
     targets = np.asarray(targets, np.float64)
     if targets.shape != (parts,) or not (targets > 0).all() or not np.isfinite(targets).all():
         raise PartitionError(
-            f"targets must be {parts} positive numbers, one for each part, not {targets.tolist()}"
+            f"targets must be {parts} positive numbers, one per part, not {targets.tolist()}"
         )
     return np.asarray(targets / targets.sum())
 
 
-def _positions(graph: Graph, who: str) -> Array:
+def _positions(graph: Graph, method: str) -> Array:
     if graph.positions is None:
-        raise PartitionError(f"{who} cuts by position, and this graph has none; take Metis()")
+        raise PartitionError(f"{method} needs positions; pass Graph(positions=…), or use Metis()")
     return graph.positions
 
 
 def _cut_along(order: Array, graph: Graph, parts: int, targets: Array | None) -> Array:
-    """Labels of consecutive runs along `order`, as equal in load as whole nodes allow."""
-    weights = _whole_numbers(graph.weights)
+    """Labels of consecutive runs along `order`, as equal in load as possible."""
+    weights = _integer_weights(graph.weights)
     loads = np.ones(len(order)) if weights is None else weights[order].astype(float)
     shares = np.full(parts, 1 / parts) if targets is None else targets
     middle = np.cumsum(loads) - loads / 2

@@ -1,10 +1,10 @@
-"""Partition: a mesh in shard order, and everything about who owns, reads and sends what."""
+"""Partition: a mesh cut into shards, with the halo and the exchange plan of every shard."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshshard.errors import MeshWarning, PartitionError, n_of
+from meshshard.errors import MeshWarning, PartitionError, StoreError, n_of
 from meshshard.graph import Graph, cell_graph, knn_graph, point_graph
 from meshshard.graph.graph import cuthill_mckee
 from meshshard.graph.plan import (
@@ -27,36 +27,38 @@ from meshshard.graph.plan import (
 )
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.inspection import glue
-from meshshard.partitioning.methods import NAMED, Given, Metis, Partitioner, label
+from meshshard.mesh.ragged import offsets_of
+from meshshard.partitioning.methods import Partitioner, label, partitioner_of, record_of
+from meshshard.partitioning.pieces import pieces_of
 from meshshard.partitioning.quality import Quality, quality_of
 
 if TYPE_CHECKING:
-    from meshshard.viz import Style
+    from meshshard.viz import Style, Subject
 
 __all__ = ["Partition", "entity_of", "partition"]
 
-CLOUD_NEIGHBORS = 16  # in-edges of a point of a cloud, where no graph is given
-MOST_PARTS = 2**15  # there is a table of who sends how much to whom
-MOST_HOPS = 255  # a hop is a uint8
-UNEVEN = 1.05  # largest over mean owned rows, above which merged ranks get a warning
+CLOUD_NEIGHBORS = 16  # nearest neighbors of a point of a cloud, if no graph is given
+MAX_PARTS = 2**15  # the exchange counts are a (k, k) table
+MAX_HOPS = 255  # hops are uint8
+UNEVEN = 1.05  # largest load over its target above which a warning is issued
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """One mesh, cloud or graph cut into k shards; row order is shard order.
+    """A mesh, cloud or graph cut into k shards; row order is shard order.
 
-    Rows are renumbered so that the rows of a shard are contiguous: `sizes` and `origin` are the
-    whole partition, the owner of an id is its place in `offsets`.
+    Rows are renumbered so that those of a shard are contiguous: shard p owns the rows
+    offsets[p]:offsets[p + 1], and the owner of an id follows from a search in `offsets`.
 
     Attributes:
-        graph: the graph in shard order; in-edges of a row keep the order they had.
+        graph: the graph in shard order; the in-edges of a row keep their order.
         sizes: (k,) int64 owned rows of every shard: the sharding shapes.
-        origin: (n,) row in the mesh (or the graph) of every row here.
-        halo: the rows every shard needs.
-        entity: what a row is: "cells", "points", or "nodes" of a bare graph.
-        mesh: what was cut; None for a bare graph.
-        targets: (k,) shares of the load that were asked for; None for equal ones.
-        method: how it was cut, for the record.
+        origin: (n,) source row of every row: its row in the mesh (or graph) before partitioning.
+        halo: the halo rows of every shard.
+        entity: what is sharded: "cells", "points", or "nodes" of a bare graph.
+        mesh: the mesh or cloud; None for a bare graph.
+        targets: (k,) requested shares of the load; None for equal shares.
+        method: name and options of the method, as recorded in the manifest.
     """
 
     graph: Graph
@@ -75,36 +77,41 @@ class Partition:
 
     @cached_property
     def offsets(self) -> Array:
-        """(k + 1,) shard p owns the rows offsets[p]:offsets[p + 1]."""
-        return np.concatenate([[0], np.cumsum(self.sizes)])
+        """(k + 1,) int64; shard p owns the rows offsets[p]:offsets[p + 1]."""
+        return offsets_of(self.sizes)
 
     @cached_property
     def labels(self) -> Array:
-        """(n,) int64 shard of every entity, in the order of the mesh."""
+        """(n,) int64 shard of every entity, in source order."""
         out = np.empty(len(self.origin), np.int64)
         out[self.origin] = np.repeat(np.arange(self.k), self.sizes)
         return out
 
     @cached_property
     def quality(self) -> Quality:
-        """Owned, halo, peers, pieces, cut, volume, imbalance; prints as a table."""
+        """Owned and halo rows, peers, pieces, edge cut, volume, imbalance; prints as a table."""
         return quality_of(
             self.graph, self.sizes, self.halo, self.sends[2], self.targets, self.entity
         )
 
     @cached_property
     def sends(self) -> tuple[Array, Array, Array]:
-        """Rows to send by (owner, receiver), see `plan.send_lists`."""
+        """Rows to send by (owner, receiver), see `meshshard.graph.plan.send_lists`."""
         return send_lists(self.halo, self.sizes)
 
     def plan(self, shard: int) -> Plan:
-        """The exchange plan and local edges of one shard."""
+        """The exchange plan and local graph of one shard."""
         return plan_of(self.graph, self.sizes, self.halo, self.sends, shard)
 
     def edge_attributes(self, shard: int) -> tuple[Array, Array]:
-        """Relative position (n_edges, 3) source minus destination, and length, float64.
+        """Relative positions and lengths of the local edges of one shard.
 
-        In the order of the plan's edges, in the units of the mesh.
+        Returns:
+            (n_edges, 3) position of the source minus that of the destination, and (n_edges,) its
+            length; float64, in the units of the mesh, in the order of `plan(shard).indices`.
+
+        Raises:
+            PartitionError: a bare graph without positions.
         """
         plan = self.plan(shard)
         owned = np.arange(self.offsets[shard], self.offsets[shard + 1])
@@ -120,26 +127,30 @@ class Partition:
             back[self.origin] = self.graph.positions
             return back
         if self.mesh is None:
-            raise PartitionError("this graph has no positions; give it some: Graph(positions=…)")
+            raise PartitionError("the graph has no positions; pass Graph(positions=…)")
         return self.mesh.positions(self.entity)
 
     def merge(self, ranks: int) -> Partition:
-        """The same rows on fewer ranks: each takes a run of shards, their mutual halo is interior.
+        """Merge the shards to fewer: each rank takes a run of consecutive shards.
 
-        The runs make the largest owned count smallest. Ids and their order stay as they are.
+        The runs minimize the largest number of owned rows. Ids keep their order; halo rows within
+        a run become interior.
+
+        Args:
+            ranks: number of ranks, 1 to k.
 
         Raises:
-            PartitionError: more ranks than shards, or none.
+            PartitionError: `ranks` is out of range.
         """
         if not 1 <= ranks <= self.k:
-            raise PartitionError(f"{n_of(self.k, 'shards')} for {ranks} ranks; take 1 to {self.k}")
+            raise PartitionError(f"{n_of(self.k, 'shards')} for {ranks} ranks; use 1 to {self.k}")
         cuts = runs(self.sizes, ranks)
         sizes = np.add.reduceat(self.sizes, cuts[:-1])
         uneven = sizes.max() * ranks / max(sizes.sum(), 1)
         if uneven > UNEVEN:
             warnings.warn(
-                f"{self.k} shards on {ranks} ranks: the fullest holds {100 * (uneven - 1):.0f} % "
-                "more than the mean; a multiple of the ranks divides evenly",
+                f"{self.k} shards on {ranks} ranks: the largest owns {100 * (uneven - 1):.0f} % "
+                "more rows than the mean; partition into a multiple of the ranks",
                 MeshWarning,
                 stacklevel=2,
             )
@@ -147,9 +158,13 @@ class Partition:
         return _planned(replace(self, sizes=sizes, targets=targets))
 
     def reordered(self, order: str) -> Partition:
-        """The same shards with their rows in another order, for locality in memory.
+        """The same shards with their rows in another order, for memory locality.
 
-        "morton" along a Z-curve, "rcm" by reverse Cuthill-McKee, "file" as in the mesh.
+        Args:
+            order: "morton" (Z-order curve), "rcm" (reverse Cuthill-McKee) or "file" (source order).
+
+        Raises:
+            PartitionError: `order` is unknown, or "morton" without positions.
         """
         n = len(self.origin)
         if order == "morton":
@@ -163,37 +178,86 @@ class Partition:
         elif order == "file":
             rank = self.origin
         else:
-            raise PartitionError(f"order {order!r} is unknown: file, morton or rcm")
+            raise PartitionError(f"order {order!r} is unknown; use file, morton or rcm")
         shard = np.repeat(np.arange(self.k), self.sizes)
         by = np.lexsort((rank, shard))
         return _planned(replace(self, graph=self.graph.permuted(by), origin=self.origin[by]))
 
     def check(self) -> Partition:
-        """The partition itself, once its plan is proved: shapes tile, sent is received.
+        """Verify the partition, and return it.
 
-        Every shard's ids are sent through the plan and compared with its halo, row for row, and
-        local edges are compared with the graph.
+        Every row has one owner; the ids that every shard receives through the plan are compared
+        with its halo, and its local edges with the graph.
 
         Raises:
-            PartitionError: naming the shard and row that do not close.
+            PartitionError: naming the shard and row that is wrong.
         """
         n = len(self.origin)
         if int(self.sizes.sum()) != n or (np.bincount(self.origin, minlength=n) != 1).any():
-            raise PartitionError(f"shards own {self.sizes.sum()} rows, not each of {n} once")
+            raise PartitionError(f"shards own {self.sizes.sum()} rows; expected each of {n} once")
         plans = [self.plan(p) for p in range(self.k)]
         for plan, ids in zip(plans, received(plans, self.sizes), strict=True):
             if not np.array_equal(ids, plan.halo):
-                raise PartitionError(f"shard {plan.shard}: rows sent are not the rows it needs")
+                raise PartitionError(f"shard {plan.shard}: it does not receive its halo rows")
             check_edges(plan, self.graph, int(self.offsets[plan.shard]))
         return self
 
     def save(
-        self, path: str | Path, *, source: str | Path | None = None, force: bool = False
+        self,
+        path: str | Path,
+        *,
+        source: str | Path | None = None,
+        request: Mapping[str, Any] | None = None,
+        command: str = "",
+        force: bool = False,
     ) -> Path:
-        """Write the folder of shards, see `meshshard.store.save`."""
-        from meshshard.store import save
+        """Write a folder of shards that each rank can open separately.
 
-        return save(self, path, source=source, force=force)
+        Args:
+            path: the folder; its name usually ends with `.shards`.
+            source: the file that was read; its path, size and sha256 are recorded.
+            request: options to record, so that the same request can be recognized later.
+            command: command line to record.
+            force: replace an existing folder of shards.
+
+        Returns:
+            The folder.
+
+        Raises:
+            StoreError: it exists, cannot be written, or the partition is of a bare graph.
+        """
+        from meshshard import store
+
+        if self.mesh is None:
+            raise StoreError("a bare graph has no geometry to store; partition a mesh or a cloud")
+        cut = {
+            "entity": self.entity,
+            "sizes": self.sizes.tolist(),
+            "targets": None if self.targets is None else self.targets.tolist(),
+            "halo_depth": self.halo.depth,
+            "method": self.method,
+            "quality": self.quality.as_dict(),
+            "request": dict(request or {}),
+            "command": command,
+        }
+        shards = ((self.plan(p), piece) for p, piece in enumerate(pieces_of(self)))
+        return store.write(path, self.mesh, cut, shards, source=source, force=force)
+
+    def subject(self) -> Subject:
+        """What pictures need of it, see `meshshard.viz`."""
+        from meshshard.viz import Subject
+
+        mesh, halo = self.mesh, self.halo
+        if mesh is None and self.graph.positions is not None:
+            mesh = Mesh(points=self._positions, name="graph")
+        return Subject(
+            name="graph" if mesh is None else mesh.name,
+            entity=self.entity,
+            labels=self.labels,
+            halos=np.split(self.origin[halo.ids], halo.offsets[1:-1]),
+            traffic=self.sends[2],
+            mesh=mesh,
+        )
 
     def plot(
         self,
@@ -203,13 +267,12 @@ class Partition:
         halo: int | None = None,
         style: Style | None = None,
     ) -> Any:
-        """Show it, in a notebook or a window; see `meshshard.viz.plot_shards`."""
+        """Draw it in a notebook or a window; see `meshshard.viz.plot_shards` for the arguments."""
         from meshshard.viz import plot_shards, show
 
         return show(plot_shards(self, field=field, explode=explode, halo=halo, style=style))
 
     def __repr__(self) -> str:
-        """One line: how many of what, in how many shards."""
         name = "graph" if self.mesh is None else self.mesh.name
         rows = n_of(len(self.origin), self.entity)
         return f"Partition({name}: {rows} in {n_of(self.k, 'shards')})"
@@ -232,27 +295,30 @@ def partition(
 
     Args:
         mesh: a Mesh, a Graph, a PyVista dataset, or the path of a file.
-        parts: number of shards, or a share for each (2:1:1 for one fast device of three).
-        on: "cells", "points", or "auto": cells where they have fields or nothing has, else points.
-        method: a partitioner or its name; labels or their file; or (graph, parts) -> labels.
-        weights: load of every entity: an array, the name of a field, or "area".
-        halo: hops of halo rows, 1 for layers that exchange once each.
-        graph: the graph that the layers use, instead of neighbors in the mesh (16 nearest for a
-            cloud): partition what you run.
+        parts: number of shards, or the share of the load of each, e.g. [2, 1, 1].
+        on: what to shard: "cells", "points", or "auto", which takes points if only points have
+            fields or there are no cells, else cells.
+        method: a name ("metis", "morton", "rcb", "random"); a partitioner such as
+            Metis(objective="cut"); labels (n,) or the path of a file of labels; or a function
+            (graph, parts) -> labels. METIS if None.
+        weights: load of every entity: an array (n,), the name of a field, or "area".
+        halo: hops of halo rows; 1 for layers that exchange once each.
+        graph: the graph that the model uses, if it is not the adjacency in the mesh (of a cloud:
+            the 16 nearest neighbors).
 
     Returns:
-        The partition, with its halo and plan.
+        The partition, with halo and plan.
 
     Raises:
-        PartitionError: parts, weights, halo or labels that cannot be right; METIS failed.
-        MeshError: the mesh cannot be cut this way.
+        PartitionError: parts, weights, halo, method or labels are invalid, or METIS failed.
+        MeshError: the mesh or graph is inconsistent.
     """
     k, targets = _parts(parts)
-    if k > MOST_PARTS:
-        raise PartitionError(f"parts {k}: at most {MOST_PARTS} are planned; ask for fewer")
-    if not 1 <= halo <= MOST_HOPS:
-        raise PartitionError(f"halo {halo}: 1 to {MOST_HOPS} hops can be kept")
-    cutter = _method(method)
+    if k > MAX_PARTS:
+        raise PartitionError(f"parts {k}: at most {MAX_PARTS} are supported")
+    if not 1 <= halo <= MAX_HOPS:
+        raise PartitionError(f"halo {halo} must be 1 to {MAX_HOPS} hops")
+    partitioner = partitioner_of(method)
     if isinstance(mesh, Graph):
         source, entity, graph = None, "nodes", mesh.check()
     else:
@@ -261,12 +327,12 @@ def partition(
         source, graph = _graph_of(source, entity, graph)
     if weights is not None:
         graph = replace(graph, weights=_weights(source, entity, weights, graph.n_nodes))
-    if getattr(cutter, "geometric", True) and graph.positions is None and source is not None:
+    if getattr(partitioner, "geometric", True) and graph.positions is None and source is not None:
         graph = replace(graph, positions=source.positions(entity))
     if not graph.n_nodes:
         name = "graph" if source is None else source.name
-        raise PartitionError(f"{name}: there is nothing to cut, it has no {entity}")
-    labels = label(graph, k, cutter, targets)
+        raise PartitionError(f"{name}: has no {entity} to partition")
+    labels = label(graph, k, partitioner, targets)
     origin = np.argsort(labels.astype(np.uint16 if k < 2**16 else np.int64), kind="stable")
     sizes = np.bincount(labels, minlength=k)
     made = Partition(
@@ -277,7 +343,7 @@ def partition(
         entity,
         source,
         targets,
-        _record(cutter),
+        record_of(partitioner),
     )
     _warn_if_uneven(labels, graph, k, targets)
     return _planned(made)
@@ -286,16 +352,15 @@ def partition(
 def entity_of(mesh: Mesh, on: str = "auto") -> str:
     """What to shard: "cells" or "points".
 
-    By itself: cells where cells have fields, points where only points have, and the points of a
-    cloud; cells where nothing has a field.
+    "auto" is points if only points have fields or there are no cells, else cells.
 
     Raises:
-        PartitionError: an unknown word, or cells of a mesh that has none.
+        PartitionError: `on` is unknown, or "cells" for a mesh without cells.
     """
     if on not in ("auto", "cells", "points"):
-        raise PartitionError(f"on {on!r} is unknown: cells, points or auto")
+        raise PartitionError(f"on {on!r} is unknown; use cells, points or auto")
     if on == "cells" and not mesh.n_cells:
-        raise PartitionError(f"{mesh.name}: has no cells; shard its points")
+        raise PartitionError(f"{mesh.name}: has no cells; use points")
     if on != "auto":
         return on
     only_points = bool(mesh.point_fields) and not mesh.cell_fields
@@ -303,29 +368,31 @@ def entity_of(mesh: Mesh, on: str = "auto") -> str:
 
 
 def _graph_of(mesh: Mesh, entity: str, graph: Graph | None) -> tuple[Mesh, Graph]:
-    """The mesh, its points merged where that glues cells, and the graph of its entities."""
+    """The mesh, with a weld map if it has duplicate points, and the graph of its entities."""
     if not mesh.n_cells:
         if graph is None:
             return mesh, knn_graph(mesh.points, CLOUD_NEIGHBORS)
-        return mesh, _given(mesh, entity, graph)
+        return mesh, _checked(mesh, entity, graph)
     mesh, found = glue(mesh)
     if graph is not None:
-        return mesh, _given(mesh, entity, graph)
+        return mesh, _checked(mesh, entity, graph)
     if entity == "cells":
         return mesh, cell_graph(mesh, found)
     return mesh, point_graph(mesh)
 
 
-def _given(mesh: Mesh, entity: str, graph: Graph) -> Graph:
-    """A graph of the caller's, once it fits the mesh."""
+def _checked(mesh: Mesh, entity: str, graph: Graph) -> Graph:
+    """A graph that was passed as an argument, validated."""
     n = mesh.n_cells if entity == "cells" else mesh.n_points
     if graph.n_nodes != n:
-        raise PartitionError(f"{mesh.name}: the graph has {graph.n_nodes} nodes for {n} {entity}")
+        raise PartitionError(
+            f"{mesh.name}: the graph has {graph.n_nodes} nodes, expected {n} ({entity})"
+        )
     return graph.check()
 
 
 def _warn_if_uneven(labels: Array, graph: Graph, k: int, targets: Array | None) -> None:
-    """Say so where single heavy entities make equal loads impossible."""
+    """Warn if the loads are uneven, which single heavy entities can make inevitable."""
     if graph.weights is None:
         return
     load = np.bincount(labels, graph.weights, k)
@@ -334,46 +401,27 @@ def _warn_if_uneven(labels: Array, graph: Graph, k: int, targets: Array | None) 
     if worst > UNEVEN:
         row = int(graph.weights.argmax())
         warnings.warn(
-            f"imbalance {worst:.2f}: the weights do not divide evenly; row {row} alone weighs "
-            f"{100 * graph.weights[row] / load.sum():.3g} % of all",
+            f"imbalance {worst:.2f}: the weights do not divide evenly; row {row} has "
+            f"{100 * graph.weights[row] / load.sum():.3g} % of the load",
             MeshWarning,
             stacklevel=3,
         )
 
 
 def _parts(parts: int | Sequence[float]) -> tuple[int, Array | None]:
-    """Number of shards and their shares."""
+    """Number of shards, and their shares if given."""
     if isinstance(parts, (int, np.integer)):
         if parts < 1:
-            raise PartitionError(f"parts {parts}: at least one is needed")
+            raise PartitionError(f"parts {parts} must be at least 1")
         return int(parts), None
     shares = np.asarray(parts, np.float64)
     if shares.ndim != 1 or not len(shares) or not (shares > 0).all():
-        raise PartitionError(f"parts {parts!r}: a number, or a positive share for each part")
+        raise PartitionError(f"parts {parts!r} must be a number, or a positive share for each part")
     return len(shares), shares / shares.sum()
 
 
-def _method(method: Any) -> Any:
-    if method is None:
-        return Metis()
-    method = NAMED.get(method, method) if isinstance(method, str) else method
-    return Given(method) if isinstance(method, (np.ndarray, list, str, Path)) else method
-
-
-def _record(method: Any) -> dict[str, Any]:
-    """Name and options of a method, for the manifest."""
-    name = getattr(method, "__name__", type(method).__name__)
-    named = fields(method) if is_dataclass(method) else ()
-    options = {f.name: getattr(method, f.name) for f in named}
-    plain = {f: str(v) if isinstance(v, Path) else v for f, v in options.items()}
-    kept = {f: v for f, v in plain.items() if v is None or isinstance(v, (str, int, float))}
-    return {"name": name} | {
-        f: v for f, v in kept.items() if not isinstance(v, float) or v < np.inf
-    }
-
-
 def _as_mesh(mesh: Any) -> Mesh:
-    """A Mesh from whatever can be one."""
+    """A Mesh from a mesh, a path or a PyVista dataset."""
     if isinstance(mesh, Mesh):
         return mesh
     from meshshard import io
@@ -382,29 +430,29 @@ def _as_mesh(mesh: Any) -> Mesh:
 
 
 def _weights(mesh: Mesh | None, entity: str, weights: Array | str, n: int) -> Array:
-    """Load of every entity."""
+    """(n,) load of every entity."""
     if isinstance(weights, str):
         if mesh is None:
-            raise PartitionError(f"weight {weights!r}: a bare graph has no fields; give an array")
+            raise PartitionError(f"weights {weights!r}: a bare graph has no fields; pass an array")
         weights = _field(mesh, entity, weights)
     weights = np.asarray(weights)
     if weights.shape != (n,):
-        raise PartitionError(f"weights of shape {weights.shape}; one number for {n} entities")
+        raise PartitionError(f"weights have shape {weights.shape}, expected ({n},)")
     return weights
 
 
 def _field(mesh: Mesh, entity: str, name: str) -> Array:
-    """A field of the entities, or their area."""
+    """A field of the entities, or the areas of the cells."""
     fields = mesh.cell_fields if entity == "cells" else mesh.point_fields
     if name in fields:
         return fields[name]
     if name == "area" and entity == "cells":
         return mesh.areas()
     raise PartitionError(
-        f"{mesh.name}: no field {name!r} on {entity}; there are: {', '.join(fields) or 'none'}"
+        f"{mesh.name}: no field {name!r} on {entity}; fields: {', '.join(fields) or 'none'}"
     )
 
 
 def _planned(made: Partition) -> Partition:
-    """The same partition with its halo."""
+    """The partition with the halo of its graph and sizes."""
     return replace(made, halo=halo_of(made.graph, made.sizes, made.halo.depth))

@@ -1,4 +1,4 @@
-"""Quality: what a partition costs, as a table for people and as JSON for programs."""
+"""Quality of a partition: balance and communication, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from meshshard.errors import n_of
 from meshshard.graph import Graph
 from meshshard.graph.plan import Halo
 from meshshard.mesh import Array
+from meshshard.mesh.ragged import offsets_of
 
 __all__ = ["PAYS_FROM", "Quality", "quality_of"]
 
-PAYS_FROM = 4096  # rows a shard; measured by benchmarks/exchange.py --only crossover
+PAYS_FROM = 4096  # rows per shard; measured by benchmarks/exchange.py --only crossover
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Sizes and costs of a partition.
+    """Balance and communication of a partition.
 
     Attributes:
-        entity: what a row is: cells, points or nodes.
-        owned: rows of every shard.
-        halo: rows that every shard needs from others.
-        sent: rows that every shard sends, a row to two peers counted twice.
-        peers: shards that each exchanges with.
-        pieces: connected pieces of each shard's owned rows; 1 is best.
-        load: share of the whole load of every shard.
-        edge_cut: edges between shards (undirected where the graph is symmetric).
-        volume: rows that travel in one exchange, all shards together.
-        imbalance: largest load over its target (over the mean, where targets are equal).
+        entity: what is sharded: cells, points or nodes.
+        owned: owned rows of every shard.
+        halo: halo rows of every shard.
+        sent: rows that every shard sends; a row sent to two peers counts twice.
+        peers: number of shards that every shard exchanges rows with.
+        pieces: connected components of the owned rows of every shard; 1 is best.
+        load: share of the total load of every shard.
+        edge_cut: edges between shards; undirected edges if the graph is symmetric.
+        volume: rows sent in one exchange, over all shards.
+        imbalance: largest load over its target (over the mean, if no targets were given).
     """
 
     entity: str
@@ -47,15 +48,15 @@ class Quality:
     imbalance: float
 
     def bytes_per_exchange(self, width: int, itemsize: int = 4) -> int:
-        """Bytes that travel in one exchange of rows of `width` numbers of `itemsize` bytes."""
+        """Bytes sent in one exchange of `width` channels of `itemsize` bytes."""
         return self.volume * width * itemsize
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, for JSON."""
+        """All attributes as a dict of numbers and lists, for JSON."""
         return asdict(self)
 
     def rows(self) -> list[list[str]]:
-        """The table: a heading, then a row for each shard, all as text."""
+        """The table as text: the header, then one row per shard."""
         heading = ["shard", "owned", "halo", "halo %", "sent", "peers", "pieces", "load %"]
         columns = zip(
             self.owned, self.halo, self.sent, self.peers, self.pieces, self.load, strict=True
@@ -75,26 +76,27 @@ class Quality:
         ]
 
     def summary(self) -> list[str]:
-        """Totals, in a few lines."""
+        """Totals, in a few lines of text."""
         n, mb = sum(self.owned), self.bytes_per_exchange(128) / 1e6
         mean, most = sum(self.peers) / max(len(self.peers), 1), max(self.peers, default=0)
         split, k = sum(p > 1 for p in self.pieces), len(self.owned)
         few = n // PAYS_FROM
+        enough = f"{few} ranks or fewer" if few > 1 else "one rank"
         small = (
-            f"warning: below about {PAYS_FROM:,} {self.entity} a rank, ranks cost more time than "
-            f"they save; use {f'{few} or fewer' if few > 1 else 'one'} for speed"
+            f"warning: with fewer than about {PAYS_FROM:,} {self.entity} per rank, communication "
+            f"costs more time than it saves; use {enough}"
         )
         return [
             f"{n_of(n, self.entity)} in {n_of(k, 'shards')}, imbalance {self.imbalance:.4f}",
             f"halo {n_of(self.volume, 'rows')} ({100 * self.volume / max(n, 1):.2f} %), "
-            f"edge cut {self.edge_cut:,}, peers {mean:.1f} on average, {most} at most",
-            f"one exchange of 128 float32 channels moves {mb:.2f} MB"
-            + (f"; {n_of(split, 'shards')} in several pieces" if split else ""),
+            f"edge cut {self.edge_cut:,}, peers {mean:.1f} on average, at most {most}",
+            f"one exchange of 128 float32 channels sends {mb:.2f} MB"
+            + (f"; {n_of(split, 'shards')} not connected" if split else ""),
             *([small] if k > 1 and n < k * PAYS_FROM else []),
         ]
 
     def __str__(self) -> str:
-        """The table and the totals; beyond 16 shards only the extremes."""
+        """The table and the totals; of more than 16 shards the first and last six."""
         heading, *rows = self.rows()
         if len(rows) > 16:
             rows = [*rows[:6], ["…"] * len(heading), *rows[-6:]]
@@ -106,7 +108,7 @@ class Quality:
         return "\n".join([*lines, *self.summary()])
 
     def _repr_html_(self) -> str:
-        """The table for a notebook."""
+        """The table as HTML, for notebooks."""
         heading, *rows = self.rows()
         head = "".join(f"<th style='text-align:right'>{escape(c)}</th>" for c in heading)
         body = "".join(
@@ -120,18 +122,18 @@ class Quality:
 def quality_of(
     graph: Graph, sizes: Array, halo: Halo, counts: Array, targets: Array | None, entity: str
 ) -> Quality:
-    """Measure a partition whose rows are in shard order.
+    """Quality of a partition whose rows are in shard order.
 
     Args:
-        graph: the renumbered graph.
-        sizes: (k,) owned rows.
-        halo: of every shard.
-        counts: (k, k) rows by (receiver, owner), first hop or deeper.
-        targets: (k,) shares of the load, None for equal ones.
-        entity: what a row is.
+        graph: the graph in shard order.
+        sizes: (k,) owned rows of every shard.
+        halo: the halo of every shard.
+        counts: (k, k) halo rows by (receiver, owner), of all hops.
+        targets: (k,) shares of the load, None for equal shares.
+        entity: what is sharded: cells, points or nodes.
     """
     k = len(sizes)
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    offsets = offsets_of(sizes)
     load = np.array([_load(graph, offsets[p], offsets[p + 1]) for p in range(k)])
     total = load.sum() or 1.0
     aim = np.full(k, 1 / k) if targets is None else targets
@@ -157,7 +159,7 @@ def _load(graph: Graph, first: int, last: int) -> float:
 
 
 def _pieces(graph: Graph, first: int, last: int) -> tuple[int, int]:
-    """Connected pieces among the rows first:last, and the edges that enter them from outside."""
+    """Connected components of the rows first:last, and the edges from other rows into them."""
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
@@ -170,11 +172,11 @@ def _pieces(graph: Graph, first: int, last: int) -> tuple[int, int]:
     rows = np.searchsorted(indptr, entering + indptr[0], side="right") - 1
     bounds = indptr - indptr[0]
     bounds[1:] -= np.cumsum(np.bincount(rows, minlength=last - first))
-    bounds = bounds.astype(sources.dtype)  # else scipy copies the ids
+    bounds = bounds.astype(sources.dtype)  # with another dtype scipy would copy the ids
     local = sources[inside]
     local -= sources.dtype.type(first)
     block = csr_array((np.ones(len(local)), local, bounds), shape=(last - first, last - first))
-    # In a symmetric graph the strong components are the connected ones, at half the memory.
+    # Of a symmetric graph these are the strong components, which take half the memory to find.
     if graph.symmetric:
         count, _ = connected_components(block, directed=True, connection="strong")
     else:

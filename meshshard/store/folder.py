@@ -1,20 +1,16 @@
-"""Store: a folder of shards that outlives the process: manifest.json and one file a shard.
+"""Store: a folder of shards on disk, manifest.json and one file per shard.
 
-`NAME.shards/manifest.json` says what was cut, how and how well; `shard_00000.safetensors` holds the
-geometry, fields and plan of one shard. A folder is written under a hidden name and renamed when it
-is complete, so a writer that is killed leaves nothing that looks finished.
+`NAME.shards/manifest.json` says what was cut, how, and at what quality; `shard_00000.safetensors`
+holds the geometry, fields and plan of one shard. A folder is written under a temporary name and
+renamed when it is complete, so an interrupted writer never leaves a folder that appears complete.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib.metadata
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,76 +18,66 @@ from typing import Any
 import numpy as np
 
 from meshshard.atomic_write import (
-    MANIFEST,
-    crc32,
-    damage_is_loud,
-    header_crc32,
-    hidden,
-    is_foreign,
-    map_file,
-    read_manifest,
-    there_already,
-    write_arrays,
-    write_through,
-    writing,
+    already_exists,
+    atomic_folder,
+    report_write_errors,
+    write_and_sync,
 )
 from meshshard.errors import MeshError, StoreError, n_of
 from meshshard.graph.plan import Plan, received
 from meshshard.mesh import Array, Faces, Mesh
-from meshshard.mesh.submesh import Piece, assemble, pieces_of
-from meshshard.partitioning.partition import Partition
+from meshshard.mesh.submesh import Piece, assemble
+from meshshard.store.manifest import MANIFEST, is_foreign, manifest_of, read_manifest
+from meshshard.store.shard_files import (
+    crc32,
+    header_crc32,
+    map_file,
+    report_damage,
+    write_arrays,
+)
 
-__all__ = ["SCHEMA", "Folder", "load", "plain", "save", "sha256"]
-
-SCHEMA = 1
-CHECKED = ("meshshard", "numpy", "scipy", "pymetis", "vtk", "safetensors")
+__all__ = ["Folder", "load", "write"]
 
 
-def save(
-    partition: Partition,
+def write(
     path: str | Path,
+    mesh: Mesh,
+    cut: Mapping[str, Any],
+    shards: Iterable[tuple[Plan, Piece]],
     *,
     source: str | Path | None = None,
-    request: Mapping[str, Any] | None = None,
-    command: str = "",
     force: bool = False,
 ) -> Path:
-    """Write a partition as a folder that each rank can open alone.
+    """Write a folder of shards atomically; `Partition.save` calls this.
 
     Args:
-        partition: of a mesh or cloud.
-        path: the folder; `.shards` is its usual ending.
-        source: the file that was read; its name and sha256 are recorded.
-        request: what was asked for, so that the same request can be recognized later.
-        command: what was typed, for the record.
-        force: replace a folder that is there.
+        path: the folder; its name usually ends with `.shards`.
+        mesh: the whole mesh or cloud, to describe it in the manifest.
+        cut: what else the manifest says: `entity`, `sizes`, `targets`, `halo_depth`, `method`,
+            `quality`, `request`, `command`.
+        shards: plan and piece of every shard, in order; each is written before the next is taken.
+        source: the file that was read; its path, size and sha256 are recorded.
+        force: replace an existing folder of shards.
 
     Returns:
         The folder.
 
     Raises:
-        StoreError: the folder is there already, or the partition is of a bare graph.
+        StoreError: it exists, cannot be written, or a field has a dtype that cannot be stored.
     """
-    mesh = partition.mesh
-    if mesh is None:
-        raise StoreError("a bare graph has no geometry to store; partition a mesh or a cloud")
     target = Path(path)
     if target.exists() and not force:
-        raise there_already(target)
+        raise already_exists(target)
     if is_foreign(target):
-        raise StoreError(f"{target} is there and no folder of shards; choose another name")
+        raise StoreError(f"{target} exists and is not a folder of shards; choose another name")
     identity = uuid.uuid4().hex
-    manifest = _manifest(partition, source)
-    with hidden(target, force=force) as folder:
-        records = [
-            _write_shard(partition.plan(p), piece, mesh, folder, identity)
-            for p, piece in enumerate(pieces_of(partition))
-        ]
-        manifest |= {"request": dict(request or {}), "command": command}
+    manifest = manifest_of(mesh, cut, source)
+    with atomic_folder(target, force=force) as folder:
+        records = [_write_shard(plan, piece, mesh, folder, identity) for plan, piece in shards]
         manifest |= {"id": identity, "shards": records}
         text = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False)
-        # a file name that is no UTF-8 becomes an escape that JSON knows
-        write_through(folder / MANIFEST, text.encode("utf-8", "backslashreplace"))
+        # a file name that is not valid UTF-8 becomes an escape sequence of JSON
+        write_and_sync(folder / MANIFEST, text.encode("utf-8", "backslashreplace"))
     return target
 
 
@@ -99,19 +85,20 @@ def load(path: str | Path) -> Folder:
     """Open a folder of shards; only the manifest is read.
 
     Raises:
-        StoreError: no such folder, not finished, damaged, or written by a newer meshshard.
+        StoreError: there is no such folder, it is incomplete or damaged, or was written by a newer
+            meshshard.
     """
     folder = Path(path)
-    return Folder(folder, read_manifest(folder, SCHEMA))
+    return Folder(folder, read_manifest(folder))
 
 
 @dataclass(frozen=True, eq=False)
 class Folder:
-    """A finished folder of shards.
+    """A complete folder of shards.
 
     Attributes:
-        path: where it is.
-        manifest: what manifest.json says.
+        path: the folder.
+        manifest: the content of manifest.json.
     """
 
     path: Path
@@ -128,22 +115,22 @@ class Folder:
 
     @property
     def entity(self) -> str:
-        """What a row is: "cells" or "points"."""
+        """What is sharded: "cells" or "points"."""
         return str(self.manifest["entity"])
 
     @cached_property
     def sizes(self) -> Array:
-        """(k,) owned rows of every shard: the sharding shapes."""
+        """(k,) int64 owned rows of every shard: the sharding shapes."""
         return np.asarray(self.manifest["sizes"], np.int64)
 
     def arrays(self, shard: int) -> Mapping[str, Array]:
-        """Every array of one shard, mapped from its file; nothing is read until it is touched.
+        """All arrays of one shard, memory-mapped: a page is read when it is first accessed.
 
         Raises:
-            StoreError: the file is missing, cut short, damaged or from another folder.
+            StoreError: the file is missing, truncated, damaged or from another folder.
         """
         if not 0 <= shard < self.k:
-            raise StoreError(f"{self.path}: has no shard {shard}; they are 0 to {self.k - 1}")
+            raise StoreError(f"{self.path}: has no shard {shard}; shards are 0 to {self.k - 1}")
         record = self.manifest["shards"][shard]
         path = self.path / record["file"]
         arrays, metadata = map_file(path, record["bytes"], record["header"])
@@ -152,17 +139,17 @@ class Folder:
         return arrays
 
     def plan(self, shard: int) -> Plan:
-        """The exchange plan and local edges of one shard."""
+        """The exchange plan and local graph of one shard."""
         arrays = self.arrays(shard)
         names = [n for n in Plan.__dataclass_fields__ if n not in ("shard", "n_owned")]
         plan = {name: arrays[_plan_key(name)] for name in names}
-        plan["halo"] = plan["halo"].astype(np.int64)  # ids of any shard have one type
+        plan["halo"] = plan["halo"].astype(np.int64)  # the same dtype for every shard
         return Plan(shard=shard, n_owned=int(self.sizes[shard]), **plan)
 
     def piece(self, shard: int) -> Piece:
-        """The geometry and fields of one shard, and the rows of the mesh they come from."""
+        """The geometry and fields of one shard, and the rows of the mesh that they come from."""
         arrays = self.arrays(shard)
-        with damage_is_loud(self.path):
+        with report_damage(self.path):
             faces = None
             if "faces.offsets" in arrays:
                 faces = Faces(*(arrays[f"faces.{name}"] for name in Faces._fields))
@@ -181,28 +168,28 @@ class Folder:
             return Piece(mesh, arrays["cells.origin"], arrays["points.origin"])
 
     def _fields(self, arrays: Mapping[str, Array], on: str) -> dict[str, Array]:
-        """Fields of a shard, in the order of the file."""
+        """Fields of a shard, in the order of the manifest."""
         names = [field["name"] for field in self.manifest["fields"] if field["on"] == on]
         return {name: arrays[f"{on.removesuffix('s')}:{name}"] for name in names}
 
     def origin(self, shard: int) -> Array:
-        """(n_owned,) row in the mesh of every owned row."""
+        """(n_owned,) source row of every owned row: its row in the mesh as read."""
         arrays = self.arrays(shard)
         name = "cells.origin" if self.entity == "cells" else "points.origin"
         return arrays[name][: int(self.sizes[shard])]
 
     def gather(self) -> Mesh:
-        """The whole mesh in the order of the file, with all fields, bit for bit.
+        """The whole mesh in source order with all fields, bit for bit as it was read.
 
         Raises:
-            StoreError: a shard is damaged, or shards do not make up the mesh.
+            StoreError: a shard is damaged, or the shards do not make up the mesh.
         """
         n_cells, n_points = self.manifest["n_cells"], self.manifest["n_points"]
         for record in self.manifest["shards"]:
             path = self.path / record["file"]
             if crc32(path) != record["crc32"]:
                 raise StoreError(f"{path}: its bytes have changed; write the folder again")
-        with damage_is_loud(self.path):
+        with report_damage(self.path):
             pieces = [self.piece(p) for p in range(self.k)]
             try:
                 return assemble(pieces, n_cells, n_points, self.manifest["name"])
@@ -210,41 +197,43 @@ class Folder:
                 raise StoreError(f"{self.path}: shards do not fit together: {error}") from None
 
     def labels(self) -> Array:
-        """(n,) int64 shard of every entity, in the order of the file."""
+        """(n,) int64 shard of every entity, in source order."""
         out = np.empty(int(self.sizes.sum()), np.int64)
-        with damage_is_loud(self.path):
+        with report_damage(self.path):
             for p in range(self.k):
                 out[self.origin(p)] = p
         return out
 
     def put(self, shard: int, fields: Mapping[str, Array], name: str = "prediction") -> Path:
-        """Save fields of one shard's owned rows beside it: results to be gathered later.
+        """Save results for the owned rows of one shard, as a file beside it; see `gather_put`.
 
         Args:
-            shard: its number.
-            fields: arrays with a row for every owned row.
-            name: of the set; each set is complete once every shard has put its part.
+            shard: number of the shard.
+            fields: arrays of shape (n_owned, …).
+            name: name of the set of results; it is complete once every shard has put its part.
 
         Raises:
-            StoreError: an array has another number of rows.
+            StoreError: an array has another number of rows, or the name or a dtype is not allowed.
         """
         n = int(self.sizes[shard])
         for field, values in fields.items():
             if len(values) != n:
                 rows = f"{field!r} has {n_of(len(values), 'rows')}"
-                raise StoreError(f"{name}: {rows}, shard {shard} owns {n}")
+                raise StoreError(f"{name}: {rows}, but shard {shard} owns {n:,}; pass owned rows")
         if name == "shard":
-            raise StoreError("a set of results cannot be called 'shard': the shards are")
+            raise StoreError(
+                "results cannot be named 'shard', the files of shards are; choose another name"
+            )
         path = self.path / _part_name(name, shard)
-        with writing(path):
+        with report_write_errors(path):
             write_arrays(path, dict(fields), {"id": self.manifest["id"], "shard": str(shard)})
         return path
 
     def gather_put(self, name: str = "prediction") -> dict[str, Array]:
-        """Fields that all shards have put, each in the order of the file.
+        """Results that every shard has put, in source order: name -> (n, …).
 
         Raises:
-            StoreError: naming the shard whose part is missing or does not fit.
+            StoreError: the part of a shard is missing, damaged, or has other fields.
         """
         parts = [self._put(name, p) for p in range(self.k)]
         shapes = [{f: (a.dtype, a.shape[1:]) for f, a in part.items()} for part in parts]
@@ -259,24 +248,27 @@ class Folder:
         return out
 
     def _put(self, name: str, shard: int) -> Mapping[str, Array]:
-        """Fields that one shard has put."""
+        """Results that one shard has put."""
         path = self.path / _part_name(name, shard)
         if not path.exists():
-            raise StoreError(f"{self.path}: shard {shard} has no {name!r} yet ({path.name})")
+            raise StoreError(
+                f"{self.path}: shard {shard} has no results {name!r} yet ({path.name})"
+            )
         arrays, metadata = map_file(path, path.stat().st_size)
         if metadata.get("id") != self.manifest["id"] or metadata.get("shard") != str(shard):
             raise StoreError(f"{path}: was made for another folder or shard; predict again")
         if any(a.shape[:1] != (self.sizes[shard],) for a in arrays.values()):
-            raise StoreError(f"{path}: has not {n_of(self.sizes[shard], 'rows')}; predict again")
+            rows = n_of(self.sizes[shard], "rows")
+            raise StoreError(f"{path}: does not hold the {rows} of shard {shard}; predict again")
         return arrays
 
     def puts(self) -> list[str]:
-        """Names of the sets of results that lie in the folder."""
+        """Names of the sets of results in the folder."""
         names = {f.name.rpartition("_")[0] for f in self.path.glob("*_?????.safetensors")}
         return sorted(names - {"shard"})
 
     def check(self) -> Folder:
-        """The folder itself, once every byte and the whole plan are proved.
+        """Verify all checksums and the exchange plan, and return the folder itself.
 
         Raises:
             StoreError: naming the file or shard that is wrong.
@@ -285,25 +277,14 @@ class Folder:
         plans = [self.plan(p) for p in range(self.k)]
         for plan, ids in zip(plans, received(plans, self.sizes), strict=True):
             if not np.array_equal(ids, plan.halo):
-                raise StoreError(f"{self.path}: shard {plan.shard} is not sent the rows it needs")
+                raise StoreError(f"{self.path}: shard {plan.shard} does not receive its halo rows")
         return self
-
-
-def plain(value: Any) -> Any:
-    """What a value is after a trip through JSON: tuples are lists."""
-    return json.loads(json.dumps(value))
-
-
-def sha256(path: str | Path) -> str:
-    """Hex digest of a file, read in blocks."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_shard(
     plan: Plan, piece: Piece, whole: Mesh, folder: Path, identity: str
 ) -> dict[str, Any]:
-    """Write one shard; what the manifest says about it."""
+    """Write one shard; returns its record for the manifest."""
     mesh = piece.mesh
     arrays: dict[str, Array | None] = {
         "points.xyz": mesh.points,
@@ -339,67 +320,18 @@ def _write_shard(
 
 
 def _plan_key(name: str) -> str:
-    """Name of a plan's array in a stored file; `hops` was called `ring` when the format was set."""
+    """Name of a field of `Plan` in a stored file; `hops` was named `ring` in schema 1."""
     return "plan.ring" if name == "hops" else f"plan.{name}"
 
 
 def _narrow(array: Array) -> Array:
-    """Ids as int32 where they fit: half the bytes."""
+    """int64 ids as int32 if they fit."""
     if array.dtype == np.int64 and (not len(array) or array.max() < 2**31):
         return array.astype(np.int32)
     return array
 
 
-def _manifest(partition: Partition, source: str | Path | None) -> dict[str, Any]:
-    """What manifest.json says, apart from the shards."""
-    mesh = partition.mesh
-    assert mesh is not None
-    merged = 0 if mesh.weld is None else int((mesh.weld != np.arange(mesh.n_points)).sum())
-    return {
-        "schema": SCHEMA,
-        "name": Path(mesh.name).name,
-        "kind": mesh.kind,
-        "entity": partition.entity,
-        "sizes": partition.sizes.tolist(),
-        "targets": None if partition.targets is None else partition.targets.tolist(),
-        "halo_depth": partition.halo.depth,
-        "n_points": mesh.n_points,
-        "n_cells": mesh.n_cells,
-        "points_dtype": str(mesh.points.dtype),
-        "offset": mesh.offset.tolist(),
-        "welded_points": merged,
-        "blocks": list(mesh.blocks),
-        "fields": [*_describe(mesh.cell_fields, "cells"), *_describe(mesh.point_fields, "points")],
-        "source": _describe_source(source),
-        "method": partition.method,
-        "quality": partition.quality.as_dict(),
-        "versions": _versions(),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _describe(fields: Mapping[str, Array], on: str) -> Iterator[dict[str, Any]]:
-    for name, values in fields.items():
-        width = int(np.prod(values.shape[1:], dtype=int))
-        yield {"name": name, "on": on, "dtype": str(values.dtype), "width": width, "unit": None}
-
-
-def _describe_source(source: str | Path | None) -> dict[str, Any] | None:
-    if source is None:
-        return None
-    path = Path(source)
-    return {"path": str(path), "bytes": path.stat().st_size, "sha256": sha256(path)}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in CHECKED:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
 def _part_name(name: str, shard: int) -> str:
     if not name.replace("-", "").replace("_", "").isalnum():
-        raise StoreError(f"{name!r} cannot name a file; letters, digits, - and _ can")
+        raise StoreError(f"{name!r} cannot be part of a file name; use letters, digits, - and _")
     return f"{name}_{shard:05d}.safetensors"

@@ -1,4 +1,4 @@
-"""ParaView: the shards of a folder as pieces, one parallel file that opens them all."""
+"""ParaView export: a VTK file per shard, and one parallel file that opens them all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshshard.atomic_write import writing
+from meshshard.atomic_write import report_write_errors
 from meshshard.io.writers import in_xml, is_polydata, vtk_type, write_vtk
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.submesh import Piece, extract
@@ -20,21 +20,24 @@ DUPLICATE = 1  # bit of vtkGhostType: another piece owns this point or cell
 
 
 def export(folder: Folder, directory: str | Path, *, ghosts: bool = False) -> Path:
-    """Write every shard as a .vtp or .vtu piece, with a .pvtp or .pvtu and a .vtm over them.
+    """Write every shard as a .vtp or .vtu file, and a .pvtp or .pvtu and a .vtm that list them.
 
-    Pieces hold the fields, `shard_id` (int32) and `global_id` (int64, row in the file) on cells
-    and points; names that the file uses already get an underscore. Empty shards have every array.
+    Cells and points have the fields, `shard_id` (int32) and `global_id` (int64, source row); a name
+    that is already used by a field gets an underscore. Files of empty shards declare every array.
 
     Args:
-        folder: of shards.
-        directory: made where it is missing; files of the same names are replaced.
-        ghosts: also write the halo, flagged in `vtkGhostType` (uint8, 1: owned elsewhere).
+        folder: an open folder of shards.
+        directory: created if missing; files of the same names are replaced.
+        ghosts: also write halo rows, flagged in `vtkGhostType` (uint8, 1: owned by another shard).
 
     Returns:
         The parallel file.
+
+    Raises:
+        StoreError: the folder is damaged, or the directory cannot be written.
     """
     directory = Path(directory)
-    with writing(directory):
+    with report_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     stem = Path(folder.manifest["name"]).stem or "mesh"
     flat = all(is_polydata(folder.piece(p).mesh) for p in range(folder.k))
@@ -46,14 +49,14 @@ def export(folder: Folder, directory: str | Path, *, ghosts: bool = False) -> Pa
         sample = sample or mesh
     assert sample is not None
     whole = directory / f"{stem}.{'pvtp' if flat else 'pvtu'}"
-    with writing(directory):
+    with report_write_errors(directory):
         (directory / f"{stem}.vtm").write_text(_multiblock(files), encoding="utf-8")
         whole.write_text(_parallel(files, sample, flat, ghosts), encoding="utf-8")
     return whole
 
 
 def _pieces(folder: Folder, ghosts: bool) -> Iterator[Mesh]:
-    """Every shard as a mesh, with its ids and, where asked, its halo."""
+    """Every shard as a mesh with `shard_id` and `global_id`; with its halo if `ghosts`."""
     labels = folder.labels()
     pieces = _with_halo(folder, labels) if ghosts else map(folder.piece, range(folder.k))
     for shard, piece in enumerate(pieces):
@@ -69,7 +72,7 @@ def _pieces(folder: Folder, ghosts: bool) -> Iterator[Mesh]:
 
 
 def _with_halo(folder: Folder, labels: Array) -> Iterator[Piece]:
-    """Every shard with its halo rows behind its own; what others own is flagged."""
+    """Every shard with its halo rows after its owned rows; `vtkGhostType` flags the halo."""
     whole = folder.gather()
     row = np.concatenate([folder.origin(p) for p in range(folder.k)])
     for shard in range(folder.k):
@@ -103,7 +106,7 @@ def _free(name: str, taken: Mapping[str, Array]) -> str:
 
 
 def _parallel(files: list[str], sample: Mesh, flat: bool, ghosts: bool) -> str:
-    """Text of the parallel file: which arrays every piece has, and where the pieces are."""
+    """Text of the .pvtp or .pvtu file: the arrays of every piece, and the files of the pieces."""
     kind = "PPolyData" if flat else "PUnstructuredGrid"
     arrays = {
         "PPointData": sample.point_fields,

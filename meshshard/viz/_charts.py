@@ -40,14 +40,13 @@ class Svg:
         return Path(path)
 
 
-def plot_bars(what: Drawable, *, labels: Array | None = None) -> Svg:
+def plot_bars(what: Drawable) -> Svg:
     """Owned and halo rows of every shard as bars.
 
     Args:
-        what: a partition, an open folder, the path of a folder, or a mesh with labels.
-        labels: (n,) shard of every cell (or point) of a mesh.
+        what: a partition, an open folder, or the path of a folder.
     """
-    subject = subject_of(what, labels)
+    subject = subject_of(what)
     owned, halo = subject.sizes, np.array([len(h) for h in subject.halos])
     step = 26 if subject.k <= 16 else max(12, 26 - subject.k // 4)
     left, right, top = 46, 200, 58
@@ -85,17 +84,16 @@ def plot_bars(what: Drawable, *, labels: Array | None = None) -> Svg:
     return _document(width, height, parts)
 
 
-def plot_rank_graph(what: Drawable, *, labels: Array | None = None) -> Svg:
+def plot_rank_graph(what: Drawable) -> Svg:
     """Shards as discs by their owned rows, linked by the rows that they exchange.
 
     They lie roughly as on the mesh, seen as in `plot_shards`; each link says how many rows travel
     both ways together, where there are few enough links to read it.
 
     Args:
-        what: a partition, an open folder, the path of a folder, or a mesh with labels.
-        labels: (n,) shard of every cell (or point) of a mesh.
+        what: a partition, an open folder, or the path of a folder.
     """
-    subject = subject_of(what, labels)
+    subject = subject_of(what)
     width, height, edge = 860, 560, 60
     both = np.triu(subject.traffic + subject.traffic.T, 1)
     links = np.argwhere(both)

@@ -40,7 +40,6 @@ MANY = 24  # shards above which the legend gives numbers only
 def plot_shards(
     what: Drawable,
     *,
-    labels: Array | None = None,
     field: str | None = None,
     explode: float = 0.0,
     halo: int | None = None,
@@ -53,8 +52,7 @@ def plot_shards(
     drawn coarser, and the picture says so.
 
     Args:
-        what: a partition, an open folder, the path of a folder, or a mesh with labels.
-        labels: (n,) shard of every cell (or point) of a mesh.
+        what: a partition, an open folder, or the path of a folder.
         field: color by this field instead of by shard; of a vector its length.
         explode: move shards away from the middle: 0.5 by half of their distance to it. Each
             then has its halo beside it, translucent, in the colors of its owners.
@@ -67,7 +65,7 @@ def plot_shards(
     Raises:
         RenderError: this machine cannot draw, or there is no such field or shard.
     """
-    return _picture(scene_of(subject_of(what, labels), explode, halo, style or Style()), field)
+    return _picture(scene_of(subject_of(what), explode, halo, style or Style()), field)
 
 
 def _picture(scene: Scene, field: str | None) -> Any:

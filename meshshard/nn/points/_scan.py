@@ -20,7 +20,7 @@ SPARE = 8  # candidates beyond k that rounding may have put in another order
 
 
 class Scan:
-    """Brute-force nearest neighbors, with the interface of `meshshard.graph.neighbors.Cloud`.
+    """Brute-force nearest neighbors, with the interface of `graph.neighbors.NeighborIndex`.
 
     For many coordinates, where a tree prunes nothing, and for devices that have no tree. Distances
     come from one matrix product (|x|^2 + |y|^2 - 2 x.y), whose error is bounded; candidates are
@@ -41,7 +41,7 @@ class Scan:
     def nearest(
         self, k: int, places: Array | None = None, within: float = math.inf
     ) -> tuple[Array, Array]:
-        """As `Cloud.nearest`."""
+        """As `NeighborIndex.nearest`."""
         there = self._points[self._columns] if places is None else self._put(places)
         n, m, device = len(self._points), len(there), there.device
         width = min(k, n - (places is None))
@@ -57,7 +57,7 @@ class Scan:
         return found.cpu().numpy(), reach.cpu().numpy()
 
     def count(self, within: float, places: Array | None = None) -> Array:
-        """As `Cloud.count`."""
+        """As `NeighborIndex.count`."""
         there = self._points[self._columns] if places is None else self._put(places)
         counts = [
             (self._all(there[rows], None) <= within**2).sum(1) for rows in self._chunks(len(there))
@@ -65,7 +65,7 @@ class Scan:
         return np.asarray(torch.cat([there.new_zeros(0, dtype=torch.int64), *counts]).cpu())
 
     def ball(self, within: float, places: Array | None = None) -> Iterator[Pairs]:
-        """As `Cloud.ball`."""
+        """As `NeighborIndex.ball`."""
         there = self._points[self._columns] if places is None else self._put(places)
         for rows in self._chunks(len(there)):
             itself = self._columns[rows] if places is None else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +10,11 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.errors import DomainError, MeshshardError, n_of
-from meshshard.graph.neighbors import Cloud, finite, squared_length, widened
+from meshshard.graph.neighbors import NeighborIndex, finite, squared_length, widened
 from meshshard.mesh import Array
 from meshshard.nn.points._scan import Scan, dimension
 from meshshard.nn.points._voxels import Rows, fetch
+from meshshard.processes import available_memory
 from meshshard.tensor import Sharding, ShardTensor
 from meshshard.tensor.shard_tensor import refuse
 
@@ -181,20 +181,16 @@ def _free(device: torch.device) -> int:
     """Bytes of memory that a device has left."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = [line for line in lines if line.startswith("MemAvailable")]
-        return int(found[0].split()[1]) * 1024
-    except (OSError, IndexError):
-        return NOTHING
+    free = available_memory()
+    return NOTHING if free is None else free
 
 
-def _cloud(x: Side, rows: Rows, most: int | None) -> Cloud | Scan:
+def _cloud(x: Side, rows: Rows, most: int | None) -> NeighborIndex | Scan:
     """Points in the form that is fastest to ask; the answers are the same."""
     points, names = (torch.from_numpy(a).to(x.domain.device) for a in rows[:2])
     device = x.domain.device.type
     if device == "cpu" and (x.dims <= TREE_DIMS or dimension(points) <= TREE_DIMS):
-        return Cloud(rows.points, most, rows.names, torch.get_num_threads())
+        return NeighborIndex(rows.points, most, rows.names, torch.get_num_threads())
     return Scan(points, names)
 
 
