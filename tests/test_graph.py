@@ -1,4 +1,4 @@
-"""Graphs of points: exact neighbors under ties, whatever the numbering."""
+"""Graphs: exact nearest neighbors with ties, for any numbering; symmetrize, permute, check."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from meshshard.graph import Graph, knn_graph, radius_graph
 
 
 def by_distance(points, i):
-    """All others, by squared distance, then id."""
+    """All other points, by squared distance, then id."""
     d = ((points[i, 0] - points[:, 0]) ** 2 + (points[i, 1] - points[:, 1]) ** 2) + (
         points[i, 2] - points[:, 2]
     ) ** 2
@@ -39,14 +39,14 @@ def test_all_within_a_radius_by_distance_then_id(points, radius, most):
         assert row(graph, i) == order[d <= radius**2][:most].tolist()
 
 
-def test_many_points_against_a_full_table():
+def test_many_points_against_all_distances():
     points = np.random.default_rng(3).random((700, 3)) @ np.diag([1, 1, 1e-3])
     graph = knn_graph(points, 12)
     for i in range(0, 700, 7):
         assert row(graph, i) == by_distance(points, i)[0][:12].tolist()
 
 
-def test_many_points_at_one_place_take_the_lowest_ids():
+def test_coincident_points_take_the_lowest_ids():
     points = np.concatenate([np.zeros((30_000, 3)), np.ones((5, 3))])
     graph = knn_graph(points, 4)
     assert row(graph, 0) == [1, 2, 3, 4]
@@ -64,7 +64,7 @@ def test_neighbors_in_feature_space():
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_no_neighbors_of_nobody(n):
+def test_too_few_points_have_no_neighbors(n):
     assert knn_graph(np.zeros((n, 3)), 4).n_edges == 0
     assert radius_graph(np.zeros((n, 3)), 1.0).n_edges == 0
 
@@ -93,9 +93,9 @@ def test_permuted_keeps_every_row_in_its_order(graph, random):
         assert [origin[j] for j in row(moved, new)] == row(graph, old)
 
 
-def test_a_symmetry_that_is_not_there_is_refused():
+def test_a_wrong_symmetric_flag_is_refused():
     graph = Graph(np.array([0, 1, 2, 3]), np.array([1, 0, 1]), symmetric=True)
-    with pytest.raises(MeshError, match="nodes 1 and 2 are linked one way only"):
+    with pytest.raises(MeshError, match="nodes 1 and 2 are linked in one direction only"):
         graph.check()
     assert knn_graph(np.eye(3), 2).check().symmetrized().check().symmetric
 
@@ -103,12 +103,12 @@ def test_a_symmetry_that_is_not_there_is_refused():
 @pytest.mark.parametrize(
     ("indptr", "indices", "message"),
     [
-        ([0, 2, 1], [0, 1], "falls after row 1"),
+        ([0, 2, 1], [0, 1], "decreases after row 1"),
         ([0, 1, 3], [0, 1], "ends at 3, but there are 2 edges"),
         ([0, 1, 2], [0, 7], "edge 1 comes from node 7"),
         ([1, 2], [0, 0], "starts at 0"),
     ],
 )
-def test_a_graph_that_contradicts_itself_is_refused(indptr, indices, message):
+def test_an_inconsistent_graph_is_refused(indptr, indices, message):
     with pytest.raises(MeshError, match=message):
         Graph(np.array(indptr), np.array(indices)).check()

@@ -144,7 +144,7 @@ def test_a_script_runs_as_it_would_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [([], "say what to run"), (["-m"], "say what to run"), (["--fast"], "--fast: no such script")],
+    [([], "nothing to run"), (["-m"], "nothing to run"), (["--fast"], "--fast: is not a file")],
 )
 def test_nothing_to_launch_is_one_line(capsys, words, why):
     assert cli.main(["launch", "2", *words]) == 1

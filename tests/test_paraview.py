@@ -1,4 +1,4 @@
-"""Pieces for ParaView, opened by VTK's own parallel readers."""
+"""The ParaView export, read by VTK's parallel readers."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def export(tmp_path: Path, mesh: Mesh, on: str, *, k: int = 5, ghosts: bool = Fa
 
 
 def read(path: Path) -> Any:
-    """A file by its own reader, which has nothing to say about it."""
+    """Read a file with VTK; it must not print errors."""
     window = vtkStringOutputWindow()
     vtkOutputWindow.SetInstance(window)
     reader = READERS[path.suffix]()
@@ -91,7 +91,7 @@ def test_the_parallel_file(tmp_path: Path, name: str, on: str, suffix: str, ghos
 
 
 def compare(found: dict[str, Array], truth: Any, n: int, repeated: bool) -> None:
-    """Every field is there, and right at the row it came from."""
+    """Every field is present and equal to its source rows."""
     rows = found["global_id"][:, 0]
     if repeated:
         assert set(rows) == set(range(n))
@@ -134,9 +134,7 @@ def test_every_piece(tmp_path: Path, name: str, on: str, suffix: str, ghosts: bo
 
 
 @pytest.mark.parametrize("ghosts", [False, True])
-def test_points_of_cells_are_flagged_once_they_are_only_the_halos(
-    tmp_path: Path, ghosts: bool
-) -> None:
+def test_points_that_only_halo_cells_use_are_flagged(tmp_path: Path, ghosts: bool) -> None:
     _, path = export(tmp_path, surface(), "cells", ghosts=ghosts)
     for file in path.parent.glob("*.vtp"):
         piece = read(file)
@@ -152,7 +150,7 @@ def test_points_of_cells_are_flagged_once_they_are_only_the_halos(
             assert point[~used & (np.arange(len(used)) >= 3)].all()  # three are used by no cell
 
 
-def test_names_that_are_taken(tmp_path: Path) -> None:
+def test_field_names_that_the_export_uses(tmp_path: Path) -> None:
     mesh = surface()
     n = mesh.n_cells
     mesh = mesh.with_fields(
@@ -169,7 +167,7 @@ def test_names_that_are_taken(tmp_path: Path) -> None:
     assert "shard_id" in point
 
 
-def test_names_that_xml_cannot_hold(tmp_path: Path) -> None:
+def test_field_names_with_characters_that_xml_lacks(tmp_path: Path) -> None:
     names = ("bell\x07", "tab\tnew\nline", "a]]>b")
     mesh = Mesh(
         points=np.random.default_rng(0).random((40, 3)),
@@ -193,7 +191,7 @@ def test_lines_keep_their_kind(tmp_path: Path) -> None:
     assert read(path).GetNumberOfLines() == 30
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     folder = store.load(cut(surface(), 2).save(tmp_path / "x.shards"))
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match="file: cannot be written"):

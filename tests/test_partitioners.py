@@ -1,4 +1,4 @@
-"""Partitioners: labels that are whole, balanced, and what was asked for."""
+"""Methods of partitioning: valid, balanced labels that follow the options."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,16 @@ from strategies import graphs, grid_surface, grid_volume
 
 from meshshard.errors import MeshWarning, PartitionError
 from meshshard.graph import Graph, cell_graph
-from meshshard.partitioning.methods import RCB, Given, Metis, Morton, Random, label
+from meshshard.partitioning.methods import (
+    METHODS,
+    RCB,
+    Given,
+    Metis,
+    Morton,
+    Random,
+    label,
+    partitioner_of,
+)
 from meshshard.partitioning.partition import partition
 
 SHEET = grid_surface(40, 30)
@@ -51,13 +60,13 @@ def test_the_same_call_gives_the_same_labels(method):
     assert np.array_equal(label(PLACED, 5, method), label(PLACED, 5, method))
 
 
-def test_metis_cuts_less_than_chance_and_than_a_curve():
+def test_metis_cuts_fewer_edges_than_morton_and_random():
     by_metis = cut(label(GRAPH, 8, Metis()))
     assert by_metis < cut(label(PLACED, 8, Morton())) < cut(label(PLACED, 8, Random()))
 
 
 def test_metis_volume_sends_fewer_rows_than_metis_cut():
-    """Rows sent: pairs of a node and another part that reads it, on a volume."""
+    """On a volume; rows sent are pairs of a node and another part with an edge from it."""
     graph = cell_graph(grid_volume(20))
 
     def rows(labels):
@@ -82,8 +91,8 @@ def test_metis_takes_any_directed_graph(graph, parts):
 
 
 def test_a_graph_without_edges_is_cut_evenly():
-    lonely = Graph(np.zeros(101, np.int64), np.zeros(0, np.int32), symmetric=True)
-    assert np.bincount(label(lonely, 4, Metis())).max() == 25
+    unlinked = Graph(np.zeros(101, np.int64), np.zeros(0, np.int32), symmetric=True)
+    assert np.bincount(label(unlinked, 4, Metis())).max() == 25
 
 
 def test_one_heavy_node_leaves_no_part_empty():
@@ -94,12 +103,12 @@ def test_one_heavy_node_leaves_no_part_empty():
 
 
 def test_more_parts_than_nodes_leave_the_last_empty():
-    with pytest.warns(MeshWarning, match="9 parts for 3 nodes, so 6 shards without rows"):
+    with pytest.warns(MeshWarning, match="9 parts for 3 nodes: 6 shards will be empty"):
         labels = label(Graph(np.zeros(4, np.int64), np.zeros(0, np.int32)), 9, Metis())
     assert labels.tolist() == [0, 1, 2]
 
 
-def test_parts_of_few_nodes_are_all_there():
+def test_parts_of_few_nodes_are_not_empty():
     labels = label(GRAPH, NODES // 3, Metis())
     assert np.bincount(labels, minlength=NODES // 3).min() >= 1
 
@@ -120,7 +129,7 @@ def test_labels_from_a_file_and_from_an_array(tmp_path):
     assert np.array_equal(label(GRAPH, 3, Given(wanted)), wanted)
 
 
-def test_a_function_of_ones_own():
+def test_a_user_function_as_method():
     def halves(graph, parts):
         return np.arange(graph.n_nodes) * parts // graph.n_nodes
 
@@ -130,19 +139,19 @@ def test_a_function_of_ones_own():
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (Given(np.arange(5)), r"labels of shape \(5,\) for 1200 nodes"),
-        (Given(np.full(NODES, 2)), "node 0 the label 2; labels of 2 parts are 0 to 1"),
-        (Given(np.zeros(NODES)), "labels of type float64; integers are needed"),
+        (Given(np.arange(5)), r"labels of shape \(5,\), expected \(1200,\)"),
+        (Given(np.full(NODES, 2)), "node 0 the label 2, expected 0 to 1 for 2 parts"),
+        (Given(np.zeros(NODES)), "labels of dtype float64, expected integers"),
         (Metis("speed"), "objective 'speed' is unknown"),
         (Metis(imbalance=1.0), "must be above 1"),
     ],
 )
-def test_labels_and_options_that_cannot_be_right(method, message):
+def test_invalid_labels_and_options_are_refused(method, message):
     with pytest.raises(PartitionError, match=message):
         label(GRAPH, 2, method)
 
 
-def test_a_file_with_a_word_names_its_line(tmp_path):
+def test_a_wrong_line_of_a_label_file_is_named(tmp_path):
     file = tmp_path / "labels.part.2"
     file.write_text("0\n1\nlots\n")
     with pytest.raises(PartitionError, match="line 3: 'lots' is not a label"):
@@ -152,7 +161,7 @@ def test_a_file_with_a_word_names_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
-def test_weights_that_cannot_be_right_name_their_row(bad):
+def test_invalid_weights_name_their_row(bad):
     load = np.ones(NODES)
     load[7] = bad
     with pytest.raises(PartitionError, match="at row 7"):
@@ -160,11 +169,30 @@ def test_weights_that_cannot_be_right_name_their_row(bad):
 
 
 @pytest.mark.parametrize("targets", [[1.0, 0.0], [1.0], [1.0, np.nan]])
-def test_targets_that_cannot_be_right(targets):
+def test_invalid_targets_are_refused(targets):
     with pytest.raises(PartitionError, match="targets must be 2 positive numbers"):
         label(GRAPH, 2, Metis(), np.array(targets))
 
 
-def test_geometry_needs_positions():
-    with pytest.raises(PartitionError, match="Morton cuts by position"):
+def test_geometric_methods_need_positions():
+    with pytest.raises(PartitionError, match="Morton needs positions"):
         label(GRAPH, 2, Morton())
+
+
+def test_the_table_of_methods():
+    assert partitioner_of() == Metis()
+    assert [partitioner_of(name) for name in METHODS] == [Metis(), Morton(), RCB(), Random()]
+    assert METHODS["random"].options == ("seed",)
+    options = {"seed": 3, "objective": "cut", "halo": 2}
+    assert partitioner_of("metis", options) == Metis("cut", seed=3)
+    assert partitioner_of("random", options) == Random(3)
+    assert partitioner_of(Metis(seed=5), options) == Metis(seed=5)
+
+
+def test_an_unknown_method_is_one_sentence_with_the_known_names():
+    with pytest.raises(PartitionError) as caught:
+        partition(SHEET, 2, method="meits")
+    assert str(caught.value) == (
+        "method 'meits' is unknown; use metis, morton, rcb, random, or a file of labels"
+    )
+    assert all(name in partition.__doc__ for name in METHODS)

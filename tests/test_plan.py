@@ -1,4 +1,4 @@
-"""Plans: what is sent is what is needed, and sharded sums are the serial ones bit for bit."""
+"""Plans: every shard receives its halo, and sharded sums equal serial sums bit for bit."""
 
 import warnings
 from itertools import combinations, pairwise
@@ -25,7 +25,7 @@ def partitions(draw):
 
 
 def exchange(made, values):
-    """Local rows of every shard, halo filled by what its peers send: the plan, run by hand."""
+    """Local rows of every shard after an exchange by its plan, in NumPy."""
     plans = [made.plan(p) for p in range(made.k)]
     owned = [values[made.offsets[p] : made.offsets[p + 1]] for p in range(made.k)]
     out = []
@@ -47,7 +47,7 @@ def aggregate(indptr, indices, values):
 
 
 @given(partitions())
-def test_the_plan_closes(case):
+def test_every_shard_receives_its_halo(case):
     case[1].check()
 
 
@@ -78,7 +78,7 @@ def test_a_halo_of_depth_l_serves_l_layers_with_one_exchange(case):
 
 
 @given(partitions())
-def test_rings_count_the_steps_to_an_owned_row(case):
+def test_hops_are_distances_to_an_owned_row(case):
     graph, made = case
     moved = graph.permuted(made.origin)
     for shard in range(made.k):
@@ -96,7 +96,7 @@ def test_rings_count_the_steps_to_an_owned_row(case):
 
 
 @given(partitions())
-def test_interior_rows_read_owned_rows_only(case):
+def test_interior_rows_have_no_halo_sources(case):
     made = case[1]
     for shard in range(made.k):
         plan = made.plan(shard)
@@ -111,7 +111,7 @@ def test_shards_merge_onto_fewer_ranks(case, ranks):
     if ranks > made.k:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MeshWarning)  # unevenness is another test's business
+        warnings.simplefilter("ignore", MeshWarning)  # uneven ranks are allowed here
         merged = made.merge(ranks)
     merged.check()
     assert merged.sizes.sum() == graph.n_nodes
@@ -121,7 +121,7 @@ def test_shards_merge_onto_fewer_ranks(case, ranks):
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
-def test_runs_are_the_best_there_are(sizes, data):
+def test_runs_are_optimal(sizes, data):
     ranks = data.draw(st.integers(1, len(sizes)))
     k = len(sizes)
     choices = [(0, *inner, k) for inner in combinations(range(1, k), ranks - 1)]

@@ -159,7 +159,7 @@ def test_different_folders_are_an_error_on_every_rank(ranks, folders):
     for line in ranks[3].failures(other_folder_job, folders["cells"], folders["points"]):
         assert "ranks disagree on the version of" in line
     for line in ranks[3].failures(other_folder_job, folders["cells"], "nowhere.shards"):
-        assert "rank 1: nowhere.shards: is not there" in line
+        assert "rank 1: nowhere.shards: does not exist" in line
 
 
 def test_more_ranks_than_shards_is_an_error_on_every_rank(ranks, tmp_path):

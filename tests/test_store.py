@@ -1,4 +1,4 @@
-"""Law 4: what is stored comes back bit for bit, and a rank reads its own file only."""
+"""Law 4: a stored mesh is gathered bit for bit, and a rank reads the files of its shards only."""
 
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ ON = [("surface", "cells"), ("surface", "points"), ("cloud", "points"), ("volume
 
 def make(tmp_path: Path, mesh: Mesh | None = None, k: int = 3, **options: Any) -> store.Folder:
     made = cut(mesh or surface(), k, **options)
-    return store.load(store.save(made, tmp_path / "x.shards"))
+    return store.load(made.save(tmp_path / "x.shards"))
 
 
 @pytest.mark.parametrize("k", [1, 2, 7])
@@ -36,7 +36,7 @@ def test_gather_returns_every_bit(tmp_path: Path, name: str, on: str, k: int) ->
 
 
 @pytest.mark.parametrize(("name", "on"), ON)
-def test_empty_shards_are_shards(tmp_path: Path, name: str, on: str) -> None:
+def test_empty_shards(tmp_path: Path, name: str, on: str) -> None:
     mesh = MESHES[name]()
     n = mesh.n_cells if on == "cells" else mesh.n_points
     labels = np.where(np.arange(n) % 3 == 0, 2, 5)
@@ -57,7 +57,7 @@ def test_a_real_surface(tmp_path: Path) -> None:
 
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[Mesh, list[int], int, str]:
-    """A random soup of polygons or a cloud, and random labels with empty parts."""
+    """Random unconnected polygons or a cloud, and random labels with empty parts."""
     n = draw(st.integers(3, 12))
     cells = draw(st.lists(st.lists(st.integers(0, n - 1), min_size=3, max_size=6), max_size=8))
     on = draw(st.sampled_from(["cells", "points"])) if cells else "points"
@@ -82,7 +82,7 @@ def meshes(draw: st.DrawFn) -> tuple[Mesh, list[int], int, str]:
 def test_any_mesh_any_labels(tmp_path: Path, case: Any, depth: int) -> None:
     mesh, labels, k, on = case
     made = cut(mesh, k, on=on, method=np.array(labels, np.int64), halo=depth)
-    folder = store.load(store.save(made, tmp_path / "h.shards", force=True))
+    folder = store.load(made.save(tmp_path / "h.shards", force=True))
     assert_same(folder.check().gather(), mesh)
     for p in range(k):
         assert_same_plan(folder.plan(p), made.plan(p))
@@ -96,7 +96,7 @@ def assert_same_plan(a: Plan, b: Plan) -> None:
 
 
 @pytest.mark.parametrize("order", ["file", "morton", "rcm"])
-def test_plans_come_back(tmp_path: Path, order: str) -> None:
+def test_plans_are_restored(tmp_path: Path, order: str) -> None:
     made = cut(surface(9, 9), 5, halo=2).reordered(order)
     folder = store.load(made.save(tmp_path / "p.shards"))
     for p in range(5):
@@ -105,7 +105,7 @@ def test_plans_come_back(tmp_path: Path, order: str) -> None:
     assert_same(folder.check().gather(), surface(9, 9))
 
 
-def test_results_come_back_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_results_are_gathered_in_source_order(tmp_path: Path) -> None:
     mesh = surface()
     folder = make(tmp_path, mesh, 4)
     truth = {"p": np.arange(mesh.n_cells) * 1.5, "名 前": np.arange(3.0 * mesh.n_cells)}
@@ -121,19 +121,19 @@ def test_results_come_back_in_the_order_of_the_file(tmp_path: Path) -> None:
 def test_results_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = make(tmp_path, k=2)
     rows = [np.zeros(n) for n in folder.sizes]
-    with pytest.raises(StoreError, match=r"'p' has 1 row, shard 0 owns"):
+    with pytest.raises(StoreError, match=r"'p' has 1 row, but shard 0 owns"):
         folder.put(0, {"p": np.zeros(1)})
-    with pytest.raises(StoreError, match="cannot be called 'shard'"):
+    with pytest.raises(StoreError, match="cannot be named 'shard'"):
         folder.put(0, {"p": rows[0]}, "shard")
     for name in ("../x", "", "a/b", "a b"):
-        with pytest.raises(StoreError, match="cannot name a file"):
+        with pytest.raises(StoreError, match="cannot be part of a file name"):
             folder.put(0, {"p": rows[0]}, name)
     with pytest.raises(StoreError, match="__metadata__"):
         folder.put(0, {"__metadata__": rows[0]})
     with pytest.raises(StoreError, match="complex128"):
         folder.put(0, {"p": rows[0] * 1j})
     folder.put(0, {"p": rows[0]})
-    with pytest.raises(StoreError, match="shard 1 has no 'prediction' yet"):
+    with pytest.raises(StoreError, match="shard 1 has no results 'prediction' yet"):
         folder.gather_put()
     folder.put(1, {"p": rows[1].astype(np.float32)})
     with pytest.raises(StoreError, match="shards 0 and 1 put different fields"):
@@ -150,17 +150,17 @@ def test_results_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_a_rank_opens_its_own_file_only(tmp_path: Path) -> None:
     path = make(tmp_path, k=4).path
     opened: list[str] = []
-    listening = True
+    recording = True
 
-    def listen(event: str, args: tuple[Any, ...]) -> None:
-        if listening and event == "open" and str(path) in str(args[0]):
+    def record(event: str, args: tuple[Any, ...]) -> None:
+        if recording and event == "open" and str(path) in str(args[0]):
             opened.append(Path(args[0]).name)
 
-    sys.addaudithook(listen)
+    sys.addaudithook(record)
     folder = store.load(path)
     assert opened == ["manifest.json"]
     folder.plan(2), folder.piece(2), folder.origin(2)
-    listening = False
+    recording = False
     assert set(opened) == {"manifest.json", "shard_00002.safetensors"}
 
 
@@ -181,7 +181,7 @@ def resident() -> int:
     return pages * 4096
 
 
-def test_a_folder_is_not_replaced_unasked(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_only_with_force(tmp_path: Path) -> None:
     made = cut(surface(), 2)
     folder = made.save(tmp_path / "a.shards")
     before = store.load(folder).manifest["id"]
@@ -191,17 +191,17 @@ def test_a_folder_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert store.load(made.save(folder, force=True)).manifest["id"] != before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").write_text("x")
-    with pytest.raises(StoreError, match="no folder of shards"):
+    with pytest.raises(StoreError, match="is not a folder of shards"):
         made.save(tmp_path / "mine", force=True)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StoreError, match="no folder of shards"):
+    with pytest.raises(StoreError, match="is not a folder of shards"):
         made.save(tmp_path / "file", force=True)
     with pytest.raises(StoreError, match="file/a"):
         made.save(tmp_path / "file" / "a")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["a.shards", "file", "mine"]
 
 
-def test_files_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+def test_file_modes_follow_the_umask(tmp_path: Path) -> None:
     modes = {f.stat().st_mode for f in make(tmp_path).path.iterdir()}
     assert len(modes) == 1
 
@@ -210,7 +210,7 @@ def test_files_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
 def test_awkward_folder_names(tmp_path: Path, name: str) -> None:
     made = cut(surface(), 2)
     if name == "..":
-        with pytest.raises(StoreError, match="is there already"):
+        with pytest.raises(StoreError, match="already exists"):
             made.save(tmp_path / name)
         return
     for _ in range(2):
@@ -234,7 +234,7 @@ def test_a_link_to_a_folder_is_replaced_not_followed(tmp_path: Path) -> None:
 def test_fields_that_cannot_be_stored(tmp_path: Path) -> None:
     for bad in (np.zeros(38, complex), np.zeros(38, "U3"), np.zeros(38, np.longdouble)):
         mesh = Mesh(points=np.random.default_rng(0).random((38, 3)), point_fields={"bad": bad})
-        with pytest.raises(StoreError, match=r"'point:bad' of type"):
+        with pytest.raises(StoreError, match=r"'point:bad' of dtype"):
             make(tmp_path, mesh, 2)
     assert not list(tmp_path.iterdir())
     mesh = Mesh(points=np.eye(3), point_fields={"big": np.arange(3, dtype=">f4")})
@@ -242,13 +242,13 @@ def test_fields_that_cannot_be_stored(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values, [0, 1, 2])
 
 
-def test_a_bare_graph_has_nothing_to_store(tmp_path: Path) -> None:
+def test_a_bare_graph_cannot_be_stored(tmp_path: Path) -> None:
     graph = meshshard.knn_graph(np.random.default_rng(0).random((20, 3)), 3)
     with pytest.raises(StoreError, match="bare graph"):
         cut(graph, 2).save(tmp_path / "g.shards")
 
 
-def test_methods_are_recorded_in_plain_words(tmp_path: Path) -> None:
+def test_the_method_is_recorded_as_json(tmp_path: Path) -> None:
     labels = tmp_path / "l.part.2"
     labels.write_text("\n".join(str(i % 2) for i in range(surface().n_cells)))
     made = cut(surface(), 2, method=labels)

@@ -1,4 +1,4 @@
-"""A damaged folder is a StoreError, a killed writer leaves nothing that looks finished."""
+"""A damaged folder is a StoreError; a killed writer never leaves an incomplete folder."""
 
 import json
 import random
@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from samples import assert_same, cut, surface, volume
 
-from meshshard import atomic_write, store
+from meshshard import store
 from meshshard.cli import report
 from meshshard.errors import MeshshardError, StoreError
 from meshshard.mesh import Mesh
+from meshshard.store.manifest import is_foreign
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def change(folder: Path, **to: Any) -> None:
 
 
 def use(folder: Path) -> Mesh:
-    """All that can be asked of a folder."""
+    """Call every method of a folder."""
     found = store.load(folder)
     for p in range(found.k):
         found.plan(p), found.piece(p), found.origin(p)
@@ -81,7 +82,7 @@ def test_a_missing_shard(folder: Path) -> None:
     with pytest.raises(StoreError, match="shard_00000"):
         store.load(folder).gather()
     for number in (-1, 3):
-        with pytest.raises(StoreError, match=f"has no shard {number}; they are 0 to 2"):
+        with pytest.raises(StoreError, match=f"has no shard {number}; shards are 0 to 2"):
             store.load(folder).plan(number)
 
 
@@ -97,10 +98,10 @@ def test_a_shard_of_another_folder(folder: Path, tmp_path: Path) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"schema": 2}, "has schema 2, this meshshard reads 1"),
-    ({"schema": "1"}, "no manifest of shards"),
+    ({"schema": "1"}, "not the manifest of a folder of shards"),
     ({"sizes": [1, 2]}, "2 sizes for 3 shards"),
     ({"sizes": 3}, "no 'sizes' of type list"),
-    ({"sizes": [[], {}, None]}, "no counts"),
+    ({"sizes": [[], {}, None]}, "not all integers of 0 or more"),
     ({"sizes": [10**18, 1, 1]}, "add up"),
     ({"sizes": [], "shards": []}, "0 sizes for 0 shards"),
     ({"shards": [1, 2, 3]}, "shard 0 has no 'file'"),
@@ -133,15 +134,15 @@ def test_a_manifest_that_is_none(folder: Path, text: str) -> None:
 def test_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "dir" / "manifest.json").mkdir(parents=True)
-    for name, said in (("no", "is not there"), ("file", "is a file"), ("dir", "damaged")):
+    for name, said in (("no", "does not exist"), ("file", "is a file"), ("dir", "damaged")):
         with pytest.raises(StoreError, match=said):
             store.load(tmp_path / name)
     with pytest.raises(StoreError, match=r"has no manifest\.json"):
         store.load(tmp_path)
 
 
-def said_by(work: Callable[[], Any]) -> Any:
-    """What it returns, or the text of its StoreError."""
+def result_or_error(work: Callable[[], Any]) -> Any:
+    """The result, or the text of the StoreError."""
     try:
         return work()
     except StoreError as error:
@@ -169,10 +170,10 @@ def test_random_damage_is_an_error_or_harmless(folder: Path, name: str) -> None:
     end = len(whole) if name == "manifest.json" else 8 + int.from_bytes(whole[:8], "little")
     for _ in range(250):
         path.write_bytes(mutations(whole, rng, end))
-        back = said_by(lambda: use(folder))
+        back = result_or_error(lambda: use(folder))
         if isinstance(back, str):
             assert "\n" not in back
-        else:  # in a figure for people, or back to what it was
+        else:  # the damage is in a value that is only printed, or undid itself
             np.testing.assert_array_equal(back.points, truth.points)
             np.testing.assert_array_equal(back.connectivity, truth.connectivity)
     path.write_bytes(whole)
@@ -186,7 +187,7 @@ def test_damaged_results(folder: Path) -> None:
     whole, rng = path.read_bytes(), random.Random(1)
     for _ in range(200):
         path.write_bytes(mutations(whole, rng, 8 + int.from_bytes(whole[:8], "little")))
-        assert "\n" not in str(said_by(lambda: list(found.gather_put())))
+        assert "\n" not in str(result_or_error(lambda: list(found.gather_put())))
 
 
 KILLER = """
@@ -220,7 +221,7 @@ print(state(target, mesh), [f.name for f in target.parent.iterdir()])
 
 @pytest.mark.parametrize("force", [False, True])
 def test_a_writer_killed_at_any_moment(tmp_path: Path, force: bool) -> None:
-    """The old folder, the new one or none, never half of one; the next writer clears up."""
+    """There is the old folder, the new one or none; the next writer removes temporary ones."""
     labels = tmp_path / "labels"
     labels.write_text("\n".join(str(i % 12) for i in range(surface(60, 40).n_cells)))
     code = KILLER.format(tests=str(Path(__file__).parent))
@@ -236,15 +237,15 @@ def test_a_writer_killed_at_any_moment(tmp_path: Path, force: bool) -> None:
 
 
 def state(target: Path, mesh: Mesh) -> str:
-    back = said_by(lambda: store.load(target).check().gather())
+    back = result_or_error(lambda: store.load(target).check().gather())
     if isinstance(back, str):
-        assert "is not there" in back
+        assert "does not exist" in back
         return "none"
     assert_same(back, mesh)
     return "whole"
 
 
-def test_an_interrupted_replacement_brings_the_old_folder_back(
+def test_an_interrupted_replacement_restores_the_old_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = store.load(folder).manifest["id"]
@@ -252,7 +253,7 @@ def test_an_interrupted_replacement_brings_the_old_folder_back(
 
     def stop_at_the_third(self: Path, to: Any) -> Path:
         calls.append(to)
-        if len(calls) == 3:  # the way is free, the new folder is about to come
+        if len(calls) == 3:  # after the old folder was moved away, before the new one is renamed
             raise KeyboardInterrupt
         return rename(self, to)
 
@@ -263,8 +264,8 @@ def test_an_interrupted_replacement_brings_the_old_folder_back(
     assert [f.name for f in folder.parent.iterdir()] == ["x.shards"]
 
 
-def at_once(work: Callable[[], Any], n: int = 4) -> list[str]:
-    """Run it in n threads at once; what went wrong."""
+def in_threads(work: Callable[[], Any], n: int = 4) -> list[str]:
+    """Call it in n threads at the same time; returns the errors."""
     wrong: list[str] = []
 
     def one() -> None:
@@ -281,20 +282,20 @@ def at_once(work: Callable[[], Any], n: int = 4) -> list[str]:
     return wrong
 
 
-def test_several_writers_at_once(tmp_path: Path) -> None:
+def test_concurrent_writers(tmp_path: Path) -> None:
     mesh = volume()
     made = cut(mesh, 4)
     target = tmp_path / "x.shards"
-    wrong = at_once(lambda: made.save(target))
+    wrong = in_threads(lambda: made.save(target))
     assert len(wrong) == 3
-    assert all("is there already" in line for line in wrong)
-    wrong = at_once(lambda: [made.save(target, force=True) for _ in range(5)])
+    assert all("already exists" in line for line in wrong)
+    wrong = in_threads(lambda: [made.save(target, force=True) for _ in range(5)])
     assert not wrong
     assert_same(store.load(target).check().gather(), mesh)
     assert [f.name for f in tmp_path.iterdir()] == ["x.shards"]
 
 
-def test_a_folder_that_changes_places_is_no_foreign_one(tmp_path: Path) -> None:
+def test_a_folder_that_is_being_replaced_is_not_foreign(tmp_path: Path) -> None:
     target = tmp_path / "x.shards"
     done = threading.Event()
 
@@ -312,9 +313,9 @@ def test_a_folder_that_changes_places_is_no_foreign_one(tmp_path: Path) -> None:
     writer = threading.Thread(target=renew)
     writer.start()
     try:
-        assert not any(atomic_write.is_foreign(target) for _ in range(20_000))
+        assert not any(is_foreign(target) for _ in range(20_000))
     finally:
         done.set()
         writer.join()
     (target / "manifest.json").unlink()
-    assert atomic_write.is_foreign(target)
+    assert is_foreign(target)

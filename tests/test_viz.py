@@ -131,13 +131,14 @@ def test_a_field_is_drawn_by_name(parts: Partition) -> None:
         plot_shards(parts, field="q")
 
 
-def test_folder_partition_and_labels_make_the_same_picture(
+def test_folder_subject_and_partition_make_the_same_picture(
     mesh: Mesh, parts: Partition, tmp_path: Path
 ) -> None:
     folder = parts.save(tmp_path / "s.shards")
     first = shot(parts)
     assert difference(first, shot(folder)) == 0
-    assert difference(first, shot(mesh, labels=parts.labels)) < 1e-3
+    assert difference(first, shot(parts.subject())) == 0
+    assert difference(first, shot(partition(mesh, 8, method=parts.labels))) < 1e-3
 
 
 def test_shards_of_points_are_drawn_on_the_cells(mesh: Mesh) -> None:
@@ -160,7 +161,7 @@ def test_a_bare_graph_is_drawn_where_it_lies() -> None:
     graph = Graph(np.arange(0, 121, 2), ring, symmetric=True, positions=places)
     assert len(colors_in(shot(partition(graph, 4), style=BARE), least=10)) >= 4
     nowhere = partition(Graph(np.arange(0, 121, 2), ring, symmetric=True), 4)
-    with pytest.raises(RenderError, match="no place"):
+    with pytest.raises(RenderError, match="a graph without positions cannot be drawn"):
         plot_shards(nowhere)
     assert "rows in one exchange" in plot_rank_graph(nowhere).text
 
@@ -184,17 +185,15 @@ def test_large_meshes_are_drawn_coarser_and_say_so(parts: Partition, mesh: Mesh)
 
 
 def test_empty_shards_have_a_color_and_no_place(mesh: Mesh) -> None:
-    labels = np.where(np.arange(mesh.n_cells) < 5000, 0, 2)
-    shot(mesh, labels=labels, explode=0.5)
-    assert "0 + 0" in plot_bars(mesh, labels=labels).text
-    plot_rank_graph(mesh, labels=labels)
+    parts = partition(mesh, 3, method=np.where(np.arange(mesh.n_cells) < 5000, 0, 2))
+    shot(parts, explode=0.5)
+    assert "0 + 0" in plot_bars(parts).text
+    plot_rank_graph(parts)
 
 
 def test_what_cannot_be_drawn_is_said(mesh: Mesh, parts: Partition, tmp_path: Path) -> None:
-    with pytest.raises(RenderError, match="not cut"):
+    with pytest.raises(RenderError, match=r"is not partitioned; draw partition\(mesh, parts\)"):
         plot_shards(mesh)
-    with pytest.raises(RenderError, match="cut already"):
-        plot_shards(parts, labels=parts.labels)
     with pytest.raises(RenderError, match="shards are 0 to 7"):
         plot_shards(parts, halo=8)
 
