@@ -1,4 +1,4 @@
-"""Meshes that are small and awkward, comparison bit for bit, and the command in its own process."""
+"""Small meshes with unusual fields, bitwise comparison, and the command in a separate process."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ NAMES = ("../../etc/x", 'q"uote', "<tag>&amp;", "名前", "a b:c", "new\nline")
 
 
 def fields(n: int, seed: int = 0) -> dict[str, Array]:
-    """Awkward types, widths, names and values."""
+    """Fields of unusual dtypes, widths, names and values."""
     rng = np.random.default_rng(seed)
     awkward = rng.normal(size=n)
     awkward[: n // 3] = np.nan
@@ -67,7 +67,7 @@ def cloud(n: int = 60) -> Mesh:
 
 
 def volume(n: int = 3, polyhedra: bool = True) -> Mesh:
-    """n x n x n hexahedra; every second one told as a polyhedron, where these are asked for."""
+    """n x n x n hexahedra; with `polyhedra` every second one is stored as a polyhedron."""
     side = n + 1
     at = np.arange(side**3).reshape(side, side, side)
     corners = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 0)]
@@ -91,7 +91,7 @@ def volume(n: int = 3, polyhedra: bool = True) -> Mesh:
 
 
 def cut(mesh: Any, parts: Any, **options: Any) -> Partition:
-    """A partition; what deserves a look is not looked at here."""
+    """A partition; warnings are ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MeshWarning)
         return partition(mesh, parts, **options)
@@ -124,7 +124,7 @@ def environment() -> dict[str, str]:
 
 
 def start(*words: str | Path, **options: Any) -> subprocess.Popen[str]:
-    """The command `meshshard` in a process of its own."""
+    """Start the command `meshshard` in a separate process."""
     return subprocess.Popen(
         [sys.executable, "-m", "meshshard", *map(str, words)],
         stdout=subprocess.PIPE,
@@ -136,7 +136,7 @@ def start(*words: str | Path, **options: Any) -> subprocess.Popen[str]:
 
 
 def meshshard(*words: str | Path, code: int = 0, **options: Any) -> tuple[str, str]:
-    """What the command said on standard output and error, once it ended with the right code."""
+    """Standard output and error of the command, once it ended with the expected exit code."""
     process = start(*words, **options)
     out, err = process.communicate(timeout=120)
     assert process.returncode == code, (process.returncode, out, err)

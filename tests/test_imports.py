@@ -1,4 +1,4 @@
-"""What an import costs, and that every name a module offers is there."""
+"""What imports load, and that every public name exists."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ MODULES = ["meshshard"] + [
 
 
 def loaded_by(*modules: str) -> set[str]:
-    """Which heavy packages a fresh process holds after importing these modules."""
+    """Heavy packages that a new process has loaded after importing these modules."""
     code = (
         "import importlib, json, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
@@ -46,8 +46,24 @@ def test_the_numpy_floor_never_loads_torch() -> None:
 
 
 def test_the_command_line_starts_light() -> None:
-    present = [name for name in MODULES if name in ("meshshard.cli", "meshshard.mesh")]
-    assert loaded_by(*present) == set()
+    assert loaded_by("meshshard.cli", "meshshard.mesh") == set()
+    code = (
+        "import sys; from meshshard.cli import build_parser; build_parser().format_help()\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_dir_lists_the_public_names_and_modules() -> None:
+    listed = dir(meshshard)
+    modules = {"mesh", "io", "graph", "store", "viz", "partitioning", "comm", "tensor", "ranks",
+               "nn", "models"}  # fmt: skip
+    assert set(listed) == {*meshshard.__all__, *modules, "__version__"}
+    assert all(getattr(meshshard, name) is not None for name in listed)
+    assert meshshard.nn is importlib.import_module("meshshard.nn")
+    with pytest.raises(AttributeError, match="has no attribute 'partitions'"):
+        _ = meshshard.partitions
 
 
 @pytest.mark.parametrize("name", MODULES)

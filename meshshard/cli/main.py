@@ -1,7 +1,7 @@
 """The command `meshshard`: the parser of all commands, and `main`.
 
-Each command adds its arguments and its `run` function in a file of its own. Heavy packages are
-imported in the `run` functions.
+The arguments and the function of each command are in the file of its subject. Heavy packages are
+imported in these functions, so that the help texts are fast.
 """
 
 from __future__ import annotations
@@ -96,7 +96,3 @@ class _Version(argparse.Action):
         except importlib.metadata.PackageNotFoundError:
             print("meshshard (from source, not installed)")
         parser.exit()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -163,7 +163,7 @@ def _report(outcome: dict[str, Any], args: argparse.Namespace, count: int) -> di
 
 @dataclass(frozen=True)
 class Job:
-    """The options of `meshshard partition` for each file, with the names that they have there."""
+    """The options of `meshshard partition` that apply to each file, under their names there."""
 
     out: str = "."
     parts: int = 2

@@ -20,7 +20,7 @@ Result = tuple[str, dict[str, Any] | str]
 
 
 def on_processes(task: Task, folders: Mapping[str, Path], job: Any, jobs: int) -> Iterator[Result]:
-    """Call the task for each file in a process of its own, `jobs` at a time.
+    """Call the task for each file in a separate process, `jobs` at a time.
 
     Args:
         task: called as task(path, folder, job).

@@ -112,12 +112,12 @@ class Graph:
     def _check_symmetry(self) -> None:
         """Check that every edge has its reverse, with the same multiplicity."""
         a, b = self.destinations().astype(np.uint64), self.indices.astype(np.uint64)
-        there, back = ((x << np.uint64(32)) | y for x, y in ((a, b), (b, a)))
-        there.sort()
-        back.sort()
-        lonely = np.flatnonzero(there != back)
-        if len(lonely):
-            key = int(min(there[lonely[0]], back[lonely[0]]))
+        forward, reverse = ((x << np.uint64(32)) | y for x, y in ((a, b), (b, a)))
+        forward.sort()
+        reverse.sort()
+        unmatched = np.flatnonzero(forward != reverse)
+        if len(unmatched):
+            key = int(min(forward[unmatched[0]], reverse[unmatched[0]]))
             raise MeshError(
                 f"graph: has symmetric=True, but nodes {key >> 32} and {key & 0xFFFFFFFF} are "
                 "linked in one direction only; pass symmetric=False"

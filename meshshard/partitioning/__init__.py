@@ -1,4 +1,4 @@
-"""Partitioning: a mesh or graph to labels, and labels to balanced shards with a plan."""
+"""Partitioning: cut a mesh, cloud or graph into balanced shards with an exchange plan."""
 
 from meshshard.partitioning.methods import RCB, Given, Metis, Morton, Random
 from meshshard.partitioning.partition import Partition, partition

@@ -227,13 +227,13 @@ class Method(NamedTuple):
         help: one line for the command line and the documentation.
     """
 
-    make: Callable[..., Partitioner]
+    make: type[Any]
     help: str
 
     @property
     def options(self) -> tuple[str, ...]:
         """Names of the options, which are the fields of the class."""
-        return tuple(f.name for f in fields(self.make))  # type: ignore[arg-type]
+        return tuple(f.name for f in fields(self.make))
 
 
 METHODS: dict[str, Method] = {
@@ -297,7 +297,7 @@ def label(
     """
     n = graph.n_nodes
     targets = _shares(targets, parts)
-    in_table = any(type(method) is row.make for row in METHODS.values())
+    in_table = isinstance(method, tuple(row.make for row in METHODS.values()))
     if parts == 1 and in_table:
         return np.zeros(n, np.int64)
     if parts > n:

@@ -286,7 +286,7 @@ def partition(
     parts: int | Sequence[float],
     *,
     on: str = "auto",
-    method: Partitioner | Callable[..., Array] | Array | None = None,
+    method: str | Path | Partitioner | Callable[..., Array] | Array | None = None,
     weights: Array | str | None = None,
     halo: int = 1,
     graph: Graph | None = None,
