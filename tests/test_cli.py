@@ -23,7 +23,7 @@ def body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "body.vtp"
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: Any, code: int = 0) -> tuple[str, str]:
+def call(capsys: pytest.CaptureFixture[str], *words: Any, code: int = 0) -> tuple[str, str]:
     """Standard output and error of a command that runs in this process."""
     capsys.readouterr()
     assert main([str(word) for word in words]) == code
@@ -59,7 +59,7 @@ def test_many_files(body: str, capsys: pytest.CaptureFixture[str]) -> None:
     for i in range(3):
         shutil.copy(body, f"run_{i}.vtp")
     words = ("partition", "run_?.vtp", body, "v.vtu", "v.vtu", "--parts", 2, "--method", "morton")
-    out, err = run(capsys, *words, "--out", "one")
+    out, err = call(capsys, *words, "--out", "one")
     assert out.count("written: ") == 5
     assert err.splitlines()[-1] == "5 of 5 files done"
     out, err = meshshard(*words, "--out", "two", "--jobs", 2)
@@ -85,28 +85,28 @@ def test_one_bad_file_of_many(body: str) -> None:
 
 def test_json_quiet_and_dry_run(body: str, capsys: pytest.CaptureFixture[str]) -> None:
     cut = ("partition", body, "--parts", 4)
-    out, err = run(capsys, *cut, "--dry-run", "--json", "--vtk")
+    out, err = call(capsys, *cut, "--dry-run", "--json", "--vtk")
     answer = json.loads(out)
     assert (answer["status"], answer["input"], err) == ("tried", body, "")
     assert sum(answer["quality"]["owned"]) == 9794
     assert "table" not in answer
-    out, _ = run(capsys, *cut, "--dry-run")
+    out, _ = call(capsys, *cut, "--dry-run")
     assert "nothing written (--dry-run)" in out
     assert listed() == ["body.vtp"]
-    assert run(capsys, *cut, "-q") == ("", "")
+    assert call(capsys, *cut, "-q") == ("", "")
     assert listed() == ["body.shards", "body.vtp"]
     shutil.copy(body, "other.vtp")
-    out, _ = run(capsys, "partition", body, "other.vtp", "--parts", 4, "--json", "--force")
+    out, _ = call(capsys, "partition", body, "other.vtp", "--parts", 4, "--json", "--force")
     assert [answer["status"] for answer in json.loads(out)] == ["written", "written"]
-    out, _ = run(capsys, "info", "body.shards", "--json")
+    out, _ = call(capsys, "info", "body.shards", "--json")
     assert json.loads(out)["sizes"] == store.load("body.shards").sizes.tolist()
-    out, _ = run(capsys, "info", body, "--json")
+    out, _ = call(capsys, "info", body, "--json")
     assert json.loads(out)["cells"] == 9794
-    out, _ = run(capsys, "validate", body, "body.shards", "nothing", "--json", code=1)
+    out, _ = call(capsys, "validate", body, "body.shards", "nothing", "--json", code=1)
     assert [bool(v["error"]) for v in json.loads(out)] == [False, False, True]
-    out, _ = run(capsys, "gather", "body.shards", "-o", "x.vtp", "--json")
+    out, _ = call(capsys, "gather", "body.shards", "-o", "x.vtp", "--json")
     assert json.loads(out) == {"output": "x.vtp", "cells": 9794, "points": 9825, "results": []}
-    out, _ = run(capsys, *cut, "--force", "-v")
+    out, _ = call(capsys, *cut, "--force", "-v")
     assert "written: body.shards in" in out
 
 
@@ -115,12 +115,12 @@ def test_force_and_if_changed(body: str, capsys: pytest.CaptureFixture[str]) -> 
     identities = []
 
     def again(*words: Any) -> str:
-        out, _ = run(capsys, *cut, *words)
+        out, _ = call(capsys, *cut, *words)
         identities.append(store.load("body.shards").manifest["id"])
         return out.splitlines()[-1]
 
     assert "written" in again()
-    _, err = run(capsys, *cut, code=1)
+    _, err = call(capsys, *cut, code=1)
     assert err.startswith("error: body.vtp: body.shards already exists; use --force")
     assert again("--if-changed") == "body.vtp: up to date"
     assert identities[0] == identities[1]
@@ -135,21 +135,21 @@ def test_force_and_if_changed(body: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "written" in again("--if-changed", "--halo", 2)
     store.load("body.shards").check()
     assert (
-        "for ParaView: body.paraview" in run(capsys, *cut, "--if-changed", "--halo", 2, "--vtk")[0]
+        "for ParaView: body.paraview" in call(capsys, *cut, "--if-changed", "--halo", 2, "--vtk")[0]
     )
-    out, _ = run(capsys, *cut, "--if-changed", "--halo", 2, "--vtk")
+    out, _ = call(capsys, *cut, "--if-changed", "--halo", 2, "--vtk")
     assert out == "body.vtp: up to date\n"
 
 
 def test_targets_and_weights(body: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run(capsys, "partition", body, "--targets", "2,1,1", "--out", "t")
+    call(capsys, "partition", body, "--targets", "2,1,1", "--out", "t")
     sizes = store.load("t/body.shards").sizes
     assert abs(sizes[0] / sizes.sum() - 0.5) < 0.01
     mesh = io.read(body)
     field = mesh.with_fields(cell={"load": np.where(np.arange(mesh.n_cells) < 2000, 5.0, 1.0)})
     io.write(field, "load.vtp")
     for name, loads in (("area", mesh.areas()), ("load", field.cell_fields["load"])):
-        run(capsys, "partition", "load.vtp", "--parts", 4, "--weight", name, "--out", name)
+        call(capsys, "partition", "load.vtp", "--parts", 4, "--weight", name, "--out", name)
         load = np.bincount(store.load(f"{name}/load.shards").labels(), loads)
         assert load.max() / load.mean() < 1.05
     for words, said in (
@@ -159,7 +159,7 @@ def test_targets_and_weights(body: str, capsys: pytest.CaptureFixture[str]) -> N
         (("--weight", "pMeanTrim", "--method", "rcb"), "must be finite and not negative"),
         (("--fields", "no"), "no field 'no'; fields: "),
     ):
-        _, err = run(capsys, "partition", body, "--parts", 2, *words, code=1)
+        _, err = call(capsys, "partition", body, "--parts", 2, *words, code=1)
         assert err.startswith("error: body.vtp: ")
         assert said in err
         assert err.count("\n") == 1
@@ -169,7 +169,7 @@ def test_targets_and_weights(body: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_methods(body: str, capsys: pytest.CaptureFixture[str], method: str) -> None:
     labels = np.arange(9794) % 5
     np.savetxt("labels.part.5", labels, fmt="%d")
-    run(capsys, "partition", body, "--parts", 5, "--method", method, "--seed", 3)
+    call(capsys, "partition", body, "--parts", 5, "--method", method, "--seed", 3)
     folder = store.load("body.shards").check()
     assert len(folder.sizes) == 5
     assert folder.sizes.max() <= 1.006 * 9794 / 5
@@ -179,17 +179,17 @@ def test_methods(body: str, capsys: pytest.CaptureFixture[str], method: str) -> 
 
 def test_options_of_the_cut(body: str, capsys: pytest.CaptureFixture[str]) -> None:
     cut = ("partition", body, "--parts", 3, "--force", "-q")
-    run(capsys, *cut, "--halo", 2)
+    call(capsys, *cut, "--halo", 2)
     assert set(store.load("body.shards").plan(0).hops) == {1, 2}
-    run(capsys, *cut, "--knn", 6)
+    call(capsys, *cut, "--knn", 6)
     folder = store.load("body.shards").check()
     assert set(np.diff(folder.plan(0).indptr)[: folder.sizes[0]]) == {6}
-    run(capsys, *cut, "--on", "points")
+    call(capsys, *cut, "--on", "points")
     assert store.load("body.shards").sizes.sum() == 9825
-    run(capsys, *cut, "--fields", "pMeanTrim", "--objective", "cut", "--imbalance", "1.02")
+    call(capsys, *cut, "--fields", "pMeanTrim", "--objective", "cut", "--imbalance", "1.02")
     assert list(store.load("body.shards").gather().cell_fields) == ["pMeanTrim"]
     for order in ("morton", "rcm", "file"):
-        run(capsys, *cut, "--order", order)
+        call(capsys, *cut, "--order", order)
         assert_same(store.load("body.shards").check().gather(), io.read(body))
     ascending = store.load("body.shards").origin(1)
     assert (np.diff(ascending) > 0).all()
@@ -206,7 +206,7 @@ def test_welding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("--weld", "no"), 0, 0),
         (("--weld", 0.01), 2, 1),
     ):
-        _, err = run(capsys, *cut, *words)
+        _, err = call(capsys, *cut, *words)
         manifest = store.load(tmp_path / "gap.shards").manifest
         assert manifest["welded_points"] == merged
         assert manifest["quality"]["edge_cut"] == cut_edges
@@ -218,81 +218,81 @@ def test_welding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_cloud_and_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "c.npz", points=rng.random((500, 3)), p=rng.random(500))
-    out, _ = run(capsys, "partition", tmp_path / "c.npz", "--parts", 4, "--out", tmp_path)
+    out, _ = call(capsys, "partition", tmp_path / "c.npz", "--parts", 4, "--out", tmp_path)
     assert "point cloud, 500 points; on points (it has no cells)" in out
-    run(capsys, "gather", tmp_path / "c.shards", "-o", tmp_path / "back.npz")
+    call(capsys, "gather", tmp_path / "c.shards", "-o", tmp_path / "back.npz")
     with np.load(tmp_path / "c.npz") as one, np.load(tmp_path / "back.npz") as two:
         for name in ("points", "p"):
             assert_bits(one[name], two[name])
-    _, err = run(capsys, "gather", tmp_path / "c.shards", "-o", tmp_path / "c.xyz", code=1)
+    _, err = call(capsys, "gather", tmp_path / "c.shards", "-o", tmp_path / "c.xyz", code=1)
     assert "are written as .vtp, .vtu or .npz" in err
 
 
 def test_gather_with_results_and_source(body: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run(capsys, "partition", body, "--parts", 3, "--fields", "pMeanTrim")
+    call(capsys, "partition", body, "--parts", 3, "--fields", "pMeanTrim")
     folder, mesh = store.load("body.shards"), io.read(body)
     truth = np.random.default_rng(0).random((mesh.n_cells, 3))
     for p in range(3):
         folder.put(p, {"predicted": truth[folder.origin(p)]})
         folder.put(p, {"pMeanTrim": truth[folder.origin(p), 0]}, "other")
-    out, _ = run(capsys, "info", "body.shards")
+    out, _ = call(capsys, "info", "body.shards")
     assert "results  other, prediction" in out
     gather = ("gather", "body.shards", "-o", "x.vtp")
-    out, err = run(capsys, *gather, "--with", "prediction")
+    out, err = call(capsys, *gather, "--with", "prediction")
     assert (out, err) == ("x.vtp: 9,794 cells, 9,825 points, with predicted\n", "")
     assert_bits(io.read("x.vtp").cell_fields["predicted"], truth)
-    _, err = run(capsys, *gather)
+    _, err = call(capsys, *gather)
     assert err == "warning: x.vtp: field 'pMeanTrim' is replaced by that of the results 'other'\n"
-    run(capsys, *gather, "--source", body, "--with", "prediction")
+    call(capsys, *gather, "--source", body, "--with", "prediction")
     back = io.read("x.vtp")
     assert list(back.cell_fields) == [*mesh.cell_fields, "predicted"]
     for name, values in mesh.cell_fields.items():
         assert_bits(back.cell_fields[name], values)
     io.write(surface(), "other.vtp")
-    _, err = run(capsys, *gather, "--source", "other.vtp", code=1)
+    _, err = call(capsys, *gather, "--source", "other.vtp", code=1)
     assert err == "error: other.vtp: is not the file that body.shards was made from\n"
-    _, err = run(capsys, *gather, "--with", "nothing", code=1)
+    _, err = call(capsys, *gather, "--with", "nothing", code=1)
     assert "shard 0 has no results 'nothing' yet" in err
-    _, err = run(capsys, "gather", "body.shards", "-o", "no/x.vtp", code=1)
+    _, err = call(capsys, "gather", "body.shards", "-o", "no/x.vtp", code=1)
     assert "no/x.vtp: cannot be written" in err
 
 
 def test_validate_finds_damage(body: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run(capsys, "partition", body, "--parts", 3)
+    call(capsys, "partition", body, "--parts", 3)
     path = Path("body.shards/shard_00001.safetensors")
     whole = path.read_bytes()
     path.write_bytes(whole[:-5] + b"\0" + whole[-4:])
     for command in (("validate", "body.shards"), ("gather", "body.shards", "-o", "x.vtp")):
-        _, err = run(capsys, *command, code=1)
+        _, err = call(capsys, *command, code=1)
         assert err == f"error: {path}: its bytes have changed; write the folder again\n"
     assert not Path("x.vtp").exists()
     Path("cut.vtp").write_bytes(Path(body).read_bytes()[:5000])
-    _, err = run(capsys, "validate", "cut.vtp", body, "no", code=1)
+    _, err = call(capsys, "validate", "cut.vtp", body, "no", code=1)
     assert [line.split(":")[1] for line in err.splitlines()] == [" cut.vtp", " no"]
     points = np.random.default_rng(0).random((20, 3))
     nan = Mesh(points=points, point_fields={"p": np.where(np.arange(20) == 3, np.nan, 1.0)})
     io.write(nan, "nan.vtp")
-    _, err = run(capsys, "validate", "nan.vtp")
+    _, err = call(capsys, "validate", "nan.vtp")
     assert "'p' has 1 NaN" in err
-    run(capsys, "validate", "nan.vtp", "--strict", code=1)
+    call(capsys, "validate", "nan.vtp", "--strict", code=1)
 
 
 def test_info_of_a_file(body: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = run(capsys, "info", body)
+    out, _ = call(capsys, "info", body)
     for said in ("9,794 (", "components  1 by", "open edges", "pMeanTrim", "bounds"):
         assert said in out.replace("cells       ", "").replace("  ", "  ")
-    assert run(capsys, "info", body, "-q") == ("", "")
-    _, err = run(capsys, "info", "nowhere.vtp", code=1)
+    assert call(capsys, "info", body, "-q") == ("", "")
+    _, err = call(capsys, "info", "nowhere.vtp", code=1)
     assert "nowhere.vtp" in err
-    _, err = run(capsys, "info", "nowhere.shards", code=1)
+    _, err = call(capsys, "info", "nowhere.shards", code=1)
     assert "nowhere.shards: does not exist" in err
 
 
 def test_vtk_beside_the_shards(body: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = run(capsys, "partition", body, "--parts", 3, "--vtk", "--out", "o")
+    out, _ = call(capsys, "partition", body, "--parts", 3, "--vtk", "--out", "o")
     assert "for ParaView: o/body.paraview/body.pvtp" in out
     assert len(listed(Path("o/body.paraview"))) == 3 + 2
-    run(capsys, "partition", body, "--parts", 3, "--with-ghosts", "--out", "o", "--force")
+    call(capsys, "partition", body, "--parts", 3, "--with-ghosts", "--out", "o", "--force")
     text = Path("o/body.paraview/body.pvtp").read_text()
     assert 'Name="vtkGhostType"' in text
 
@@ -330,8 +330,8 @@ def test_every_command_and_option_has_a_help_text() -> None:
 @pytest.mark.parametrize("run", [1, 2, 4, 5, 6, 8, 10, 11])
 def test_every_surface_comes_back(run: int, tmp_path: Path, capsys: Any) -> None:
     path = ROOT / "datasets" / "ahmed" / f"run_{run}" / f"boundary_{run}.vtp"
-    run(capsys, "partition", path, "--parts", 7, "--out", tmp_path, "-q")
-    run(capsys, "gather", tmp_path / f"boundary_{run}.shards", "-o", tmp_path / "x.vtp")
+    call(capsys, "partition", path, "--parts", 7, "--out", tmp_path, "-q")
+    call(capsys, "gather", tmp_path / f"boundary_{run}.shards", "-o", tmp_path / "x.vtp")
     assert_same(io.read(tmp_path / "x.vtp"), io.read(path))
 
 
