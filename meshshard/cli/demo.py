@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -14,7 +15,6 @@ from meshshard import io, store
 from meshshard.errors import MeshshardError, StoreError, n_of
 from meshshard.mesh import Array, Mesh
 from meshshard.partitioning.partition import partition
-from meshshard.ranks.launch import command_of
 from meshshard.store import paraview
 
 __all__ = ["force_coefficients", "run"]
@@ -74,8 +74,9 @@ def _on_two_ranks(folder: Path) -> Iterator[str]:
     Raises:
         MeshshardError: the ranks do not equal one process, or could not run.
     """
-    words = ["-m", "meshshard.ranks.selftest", "--folder", str(folder.absolute())]
-    done = subprocess.run(command_of(2, words), capture_output=True, text=True)
+    words = ["selftest", "--ranks", "2", "--folder", str(folder)]
+    command = [sys.executable, "-m", "meshshard", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
     yield from done.stdout.splitlines()
     if done.returncode:
         lines = done.stderr.strip().splitlines()
