@@ -84,7 +84,7 @@ def _exchange(shards: Path) -> tuple[list[Record], Record]:
     import torch
     import torch.distributed as dist
 
-    from meshshard.comm import init_domain
+    from meshshard.comm import count_traffic, init_domain
     from meshshard.ranks.shard import load
 
     domain = init_domain()
@@ -92,9 +92,9 @@ def _exchange(shards: Path) -> tuple[list[Record], Record]:
     plan = shard.exchange
     x = torch.randn(plan.n_owned, CHANNELS)
     domain.exchange(x, plan)
-    domain.traffic.reset()
-    domain.exchange(x, plan)
-    sent = domain.traffic.counts["exchange"]
+    with count_traffic(domain) as traffic:
+        domain.exchange(x, plan)
+    sent = traffic.counts["exchange"]
     due = sum(plan.send) * CHANNELS * x.element_size()
 
     def bare() -> Any:

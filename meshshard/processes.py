@@ -13,13 +13,14 @@ __all__ = ["available_memory", "die_with_parent", "how_it_ended"]
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent process ends (Linux only).
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux; elsewhere nothing).
 
-    On other systems the timeout of the caller ends it.
+    Args:
+        parent: process number of the parent, if it may have ended already.
     """
     if sys.platform == "linux":
-        parent = os.getppid()
+        parent = os.getppid() if parent is None else parent
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             raise SystemExit("the parent process has ended")

@@ -1,4 +1,4 @@
-"""Collectives: values, exact adjoints (law 2), second derivatives, and failures that speak."""
+"""Collectives: values, exact adjoints (law 2), second derivatives, traffic, and errors."""
 
 import time
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from ranks import Ranks
 
-from meshshard.comm import Domain, DomainError, Exchange, init_domain, simulate
-from meshshard.comm.domain import count_traffic
+from meshshard.comm import Domain, DomainError, Exchange, count_traffic, init_domain, simulate
 from meshshard.errors import MeshshardError
 
 SIZES = {1: (7,), 2: (3, 8), 3: (4, 0, 5), 4: (2, 7, 0, 1)}
@@ -25,7 +24,7 @@ def mine(domain, sizes, seed=0):
 
 
 def ring_plan(domain, n_owned=4):
-    """Every rank sends its last two rows onward, and twice its first one back."""
+    """Every rank sends its last two rows to the next rank, its first one twice to the previous."""
     send, receive = [0] * domain.size, [0] * domain.size
     rows = []
     for peer in range(domain.size):
@@ -133,7 +132,7 @@ def test_values(ranks, size):
 
 
 def layouts_job():
-    """A tensor that lies transposed in the memory of one rank."""
+    """A tensor whose memory layout is transposed on one rank."""
     domain = init_domain()
     x = torch.arange(6.0).reshape(2, 3) * (1 if domain.rank else -1)
     x = x.T.contiguous().T if domain.rank else x
@@ -148,7 +147,7 @@ def layouts_job():
     assert torch.equal(x.grad, hit + 2)
 
 
-def test_layouts_in_memory_may_differ(ranks):
+def test_memory_layouts_may_differ_between_ranks(ranks):
     ranks[2].run(layouts_job)
 
 
@@ -162,7 +161,7 @@ def maximum_job():
     return x.grad.tolist()
 
 
-def test_a_maximum_shares_its_gradient(ranks):
+def test_ties_share_the_gradient_of_a_maximum(ranks):
     one, two, three = ranks[3].run(maximum_job)
     assert one == [1.0, 0.0, 1.0]
     assert two == [1.0, 0.0, 1.0]
@@ -178,7 +177,7 @@ def replicate_job():
     return speed.grad.item()
 
 
-def test_a_replicated_leaf_has_the_serial_gradient(ranks):
+def test_a_replicated_leaf_gets_the_serial_gradient(ranks):
     expected = (4 * whole(SIZES[4]).square().sum()).item()
     assert ranks[4].run(replicate_job) == [pytest.approx(expected)] * 4
 
@@ -226,7 +225,7 @@ def split_table_job():
     domain.exchange(torch.zeros(4, 2), plan)
 
 
-def test_tables_that_disagree_are_an_error_on_every_rank(ranks):
+def test_counts_that_disagree_are_an_error_on_every_rank(ranks):
     for line in ranks[3].failures(split_table_job):
         assert "ring: rank 0 sends 2 rows to rank 1, which expects 3" in line
 
@@ -254,52 +253,55 @@ def dies_job():
     domain.all_reduce(torch.zeros(3))
 
 
-def other_type_job():
+def other_dtype_job():
     domain = init_domain()
     domain.exchange(torch.zeros(4, 2, dtype=torch.float64 if domain.rank else torch.float32),
                     ring_plan(domain))  # fmt: skip
 
 
 def test_a_rank_that_dies_is_named_by_the_others():
-    began = time.monotonic()
     errors = Ranks(2, timeout=3).failures(dies_job)
     assert errors[1] == "died"
-    assert "rank 0 of 2: all_reduce, (3,) torch.float32: another rank has raised, died" in errors[0]
-    assert time.monotonic() - began < 30
+    what = "rank 0 of 2: all_reduce (a tensor (3,) torch.float32) failed: another rank has raised"
+    assert what in errors[0]
 
 
-def test_rows_of_another_type_are_an_error_on_every_rank():
-    for line in Ranks(2, timeout=3).failures(other_type_job):
+def test_rows_of_another_dtype_are_an_error_on_every_rank():
+    for line in Ranks(2, timeout=3).failures(other_dtype_job):
         assert "ranks disagree on the rows of ring: rank 0 has (torch.float32, 2)" in line
 
 
 @pytest.mark.parametrize("job", [late_job, raises_job])
-def test_whatever_one_rank_does_the_others_end_with_a_message(job):
-    began = time.monotonic()
+def test_all_ranks_end_with_a_message_if_one_raises_or_is_late(job):
     errors = Ranks(2, timeout=3).failures(job)
     assert any("rank 0 of 2: " in e or "rank 1 of 2: " in e for e in errors)
     assert all(errors)
-    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda d: d.all_gather(torch.zeros(3), (4,)), r"tensor \(3,\), sizes say 4 rows"),
+        (lambda d: d.all_gather(torch.zeros(3), (4,)), "expected 4 rows on rank 0"),
         (lambda d: d.redistribute(torch.zeros(3), (3,), (4,)), r"\(3,\) cannot become \(4,\)"),
-        (lambda d: d.all_gather(torch.zeros(3), (1, 2)), "2 sizes for 1 rank"),
+        (lambda d: d.all_gather(torch.zeros(3), (1, 2)), "got 2 sizes for 1 rank;"),
         (lambda d: d.redistribute(torch.zeros(3), (3,), (1, 2)), r"cannot become \(1, 2\)"),
-        (lambda d: d.gather(torch.zeros(3), (3,), root=1), "root 1: ranks are 0 to 0"),
-        (lambda d: d.scatter(torch.zeros(0), (3,), root=-1), "root -1"),
-        (lambda d: d.all_reduce(torch.zeros(3), "mean"), "'mean' is unknown: sum or max"),
+        (
+            lambda d: d.gather(torch.zeros(3), (3,), root=1),
+            "root 1 is not a rank; ranks are 0 to 0",
+        ),
+        (lambda d: d.scatter(torch.zeros(0), (3,), root=-1), "root -1 is not a rank"),
+        (
+            lambda d: d.all_reduce(torch.zeros(3), "mean"),
+            "op 'mean' is unknown; use 'sum' or 'max'",
+        ),
     ],
 )
-def test_calls_that_cannot_be_right(call, message):
+def test_wrong_arguments_are_refused(call, message):
     with pytest.raises(DomainError, match=message):
         call(init_domain())
 
 
-def test_one_rank_needs_no_group():
+def test_one_rank_needs_no_process_group():
     domain = init_domain()
     x = torch.randn(7, 2, requires_grad=True)
     assert torch.equal(domain.all_gather(x, (7,)), x)
@@ -311,8 +313,8 @@ def test_one_rank_needs_no_group():
     assert domain.traffic.total().calls == 0
 
 
-def reasons(failing):
-    """What `together` says on each of three ranks, of which some fail for one reason."""
+def messages(failing):
+    """The errors of `run_collectively` on three ranks, some of which fail for the same reason."""
 
     def job(domain):
         def action():
@@ -326,13 +328,13 @@ def reasons(failing):
     return set(simulate(3, job))
 
 
-def test_a_reason_that_ranks_share_is_told_once():
-    assert reasons((0, 1, 2)) == {"load: all ranks: x: is not there"}
-    assert reasons((0, 2)) == {"load: ranks 0, 2: x: is not there"}
-    assert reasons((1,)) == {"load: rank 1: x: is not there"}
+def test_ranks_that_fail_for_the_same_reason_share_one_message():
+    assert messages((0, 1, 2)) == {"load: all ranks: x: is not there"}
+    assert messages((0, 2)) == {"load: ranks 0, 2: x: is not there"}
+    assert messages((1,)) == {"load: rank 1: x: is not there"}
 
 
-def test_one_rank_alone_is_not_numbered():
+def test_the_error_of_a_single_rank_has_no_rank_number():
     def action():
         raise MeshshardError("x: is not there")
 
@@ -340,7 +342,26 @@ def test_one_rank_alone_is_not_numbered():
         init_domain().run_collectively(action, "load")
 
 
-def test_transforms_of_functions_are_refused_by_name():
+def test_torch_func_is_refused():
     domain = Domain()
-    with pytest.raises(DomainError, match=r"torch.func .* torch.autograd.grad"):
+    with pytest.raises(DomainError, match=r"torch.func .* use torch.autograd.grad"):
         torch.func.grad(lambda x: domain.all_gather(x, [3]).sum())(torch.ones(3))
+
+
+def both_transports_job(domain=None):
+    domain = domain or init_domain()
+    sizes, wanted = SIZES[domain.size], WANTED[domain.size]
+    x = mine(domain, sizes).clone().requires_grad_()
+    with count_traffic(domain) as traffic:
+        y = domain.redistribute(domain.all_reduce(x.sum()) * x, sizes, wanted)
+        domain.all_gather(y, wanted).square().sum().backward()
+    rows, received = domain.route(torch.arange(domain.size), [1] * domain.size)
+    counts = {kind: tuple(count) for kind, count in traffic.counts.items()}
+    return x.grad, (counts, domain.share(domain.rank), rows.tolist(), received)
+
+
+def test_threads_and_process_groups_give_the_same_results(ranks):
+    pairs = zip(simulate(4, both_transports_job), ranks[4].run(both_transports_job), strict=True)
+    for (grad, others), (wanted, wanted_others) in pairs:
+        assert torch.allclose(grad, wanted, rtol=1e-12)
+        assert others == wanted_others

@@ -1,4 +1,4 @@
-"""Ranks of a script on this machine, the selftest, and the examples of the documentation."""
+"""Launching ranks on this machine, the selftest, and the examples of the documentation."""
 
 import importlib.util
 import os
@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from meshshard import cli, io
@@ -32,7 +33,7 @@ if domain.rank == 1:
     raise SystemExit(7)
 time.sleep(60)
 """
-TOLD = """
+ONE_FAILS = """
 import sys, time
 import torch
 from meshshard.comm import init_domain
@@ -42,34 +43,66 @@ if domain.rank == 1:
 domain.all_reduce(torch.ones(3))
 time.sleep(60)
 """
+OWN_GROUP = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(2)
+dist.all_reduce(x)
+print(dist.get_rank(), x.sum().item(), flush=True)
+dist.destroy_process_group()
+"""
+SLEEPS = """
+import os, subprocess, sys, time
+{}
+open(f"{{os.getpid()}}.pid", "w").close()
+time.sleep(60)
+"""
+DOMAIN = "from meshshard.comm import init_domain; domain = init_domain()"
+CHILD = "open(f'{subprocess.Popen([\"sleep\", \"60\"]).pid}.pid', 'w').close()"
 ABOVE = "tensor([0., 0., 0., 0., 1., 1., 1., 1.])\n"
 
 
 def run(*words, cwd):
-    """A command in a child process that finds this checkout."""
+    """Run a meshshard command of this checkout in a child process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "meshshard", *map(str, words)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
-def soon(condition, seconds=30):
-    """Whether a condition holds within some time."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.1)
-    return condition()
+def start(tmp_path, text, n_pids, ranks=2):
+    """Launch a script that sleeps, and wait until it has written the numbers of its processes."""
+    (tmp_path / "sleeps.py").write_text(SLEEPS.format(text))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "meshshard", "launch", str(ranks), "sleeps.py"]
+    launcher = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
+    wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == n_pids or launcher.poll() is not None)
+    return launcher, [int(file.stem) for file in tmp_path.glob("*.pid")]
 
 
-def runs(number):
-    """Whether a process is there, and not dead and waiting to be asked for its exit code."""
+def wait_until(condition):
+    """Wait for a condition; pytest's time limit ends the test if it never holds."""
+    while not condition():
+        time.sleep(0.05)
+
+
+def is_running(number):
+    """Whether a process exists and is not a zombie."""
     try:
-        return bool(Path(f"/proc/{number}/cmdline").read_bytes())
-    except OSError:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
+def listening(number):
+    """Addresses on which a process and its descendants listen."""
+    process = psutil.Process(number)
+    every = [c for p in (process, *process.children(True)) for c in p.net_connections("inet")]
+    return [c.laddr.ip for c in every if c.status == psutil.CONN_LISTEN]
+
+
 def example(word):
-    """The first example of the documentation with a word in it."""
+    """The first example of the documentation that contains a word."""
     text = (ROOT / "docs" / "ranks.md").read_text(encoding="utf-8")
     return next(e for e in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if word in e)
 
@@ -85,19 +118,64 @@ def test_a_rank_that_fails_ends_the_others(tmp_path):
     assert run("launch", 2, "fails.py", cwd=tmp_path).returncode != 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc, and the kernel to end children")
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_the_launcher(tmp_path, how):
-    text = "import os, time\nopen(f'{os.getpid()}.pid', 'w').close()\ntime.sleep(60)\n"
-    (tmp_path / "waits.py").write_text(text)
+@pytest.mark.skipif(sys.platform != "linux", reason="only the kernel of Linux ends children")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
+def test_no_rank_outlives_the_launcher(tmp_path, number):
+    launcher, ranks = start(tmp_path, "", 2)
+    launcher.send_signal(number)
+    _, errors = launcher.communicate()
+    wait_until(lambda: not any(map(is_running, ranks)))
+    assert b"Traceback" not in errors
+
+
+def test_children_of_ranks_end_with_the_launcher(tmp_path):
+    launcher, pids = start(tmp_path, CHILD, 4)
+    launcher.terminate()
+    launcher.communicate()
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+def test_children_of_a_rank_that_fails_end_with_it(tmp_path):
+    text = f"import os, subprocess\n{CHILD}\nos._exit(3)"
+    (tmp_path / "fails.py").write_text(text)
+    assert run("launch", 1, "fails.py", cwd=tmp_path).returncode == 3
+    (number,) = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    wait_until(lambda: not is_running(number))
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path):
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    launcher, ranks = start(tmp_path, ignore, 2)
+    launcher.terminate()
+    launcher.communicate()
+    wait_until(lambda: not any(map(is_running, ranks)))
+
+
+@pytest.mark.parametrize("text", [DOMAIN, "import torch.distributed as d; d.init_process_group()"])
+def test_nothing_listens_outside_the_loopback_interface(tmp_path, text):
+    launcher, _ = start(tmp_path, text, 2)
+    addresses = listening(launcher.pid)
+    launcher.terminate()
+    launcher.communicate()
+    assert len(addresses) >= 3  # the store, and gloo of each rank
+    assert set(addresses) <= {"127.0.0.1", "::1"}
+
+
+def test_a_single_process_does_not_listen(tmp_path):
+    text = DOMAIN + "; import torch; domain.all_reduce(torch.ones(2)); print(1); input()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "meshshard", "launch", "2", "waits.py"]
-    launcher = subprocess.Popen(command, cwd=tmp_path, env=environment)
-    assert soon(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
-    launcher.send_signal(how)
-    launcher.wait()
-    numbers = [file.stem for file in tmp_path.glob("*.pid")]
-    assert soon(lambda: not any(runs(number) for number in numbers))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", text], env=environment, **pipes) as process:
+        process.stdout.readline()
+        assert not listening(process.pid)
+        process.communicate(b"\n")
+
+
+def test_a_script_may_initialize_torch_distributed_itself(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_GROUP)
+    done = run("launch", 2, "own.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 4.0", "1 4.0"]
 
 
 @pytest.mark.parametrize(
@@ -110,31 +188,33 @@ def test_no_rank_outlives_the_launcher(tmp_path, how):
         ("import os; os.kill(os.getpid(), 9)", 137, "error: rank 1: was killed by SIGKILL"),
     ],
 )
-def test_what_failed_first_is_the_last_line(tmp_path, failing, code, last):
-    (tmp_path / "fails.py").write_text(TOLD.format(failing))
+def test_the_first_failure_is_the_last_line(tmp_path, failing, code, last):
+    (tmp_path / "fails.py").write_text(ONE_FAILS.format(failing))
     done = run("launch", 2, "fails.py", cwd=tmp_path)
     assert done.returncode == code
     assert done.stderr.splitlines()[-1].startswith(last)
-    for unwanted in ("FAILED", "elastic", "runpy", "_rank.py"):
+    for unwanted in ("FAILED", "elastic", "runpy", "run_script.py", "launch.py"):
         assert unwanted not in done.stderr
 
 
-def test_a_rank_that_takes_long_to_end_is_still_the_first(tmp_path):
-    slow = "import atexit; atexit.register(time.sleep, 20); raise ValueError('first')"
-    text = TOLD.replace("{}", slow).replace("domain.all_reduce", "time.sleep(3); raise Exception")
+def test_a_rank_that_fails_first_but_ends_last_is_the_first(tmp_path):
+    slow = "import atexit; atexit.register(time.sleep, 4); raise ValueError('first')"
+    text = ONE_FAILS.replace("{}", slow).replace(
+        "domain.all_reduce", "time.sleep(1); raise Exception"
+    )
     (tmp_path / "fails.py").write_text(text)
     done = run("launch", 2, "fails.py", cwd=tmp_path)
     assert done.stderr.splitlines()[-1] == "error: rank 1: ValueError: first"
     assert done.returncode == 1
 
 
-def test_a_script_runs_as_it_would_alone(tmp_path):
+def test_a_script_runs_as_without_the_launcher(tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "beside.py").write_text("WORD = 'beside'\n")
     (tmp_path / "here" / "script.py").write_text(
         "import pickle, sys\nimport beside\nassert 'torch' not in sys.modules\n"
-        "class Own:\n    pass\n"
-        "assert type(pickle.loads(pickle.dumps(Own()))) is Own\n"
+        "class Defined:\n    pass\n"
+        "assert type(pickle.loads(pickle.dumps(Defined()))) is Defined\n"
         "print(__name__, beside.WORD, sys.argv, __file__)\n"
     )
     done = run("launch", 1, "here/script.py", "-m", "--x", cwd=tmp_path)
@@ -146,12 +226,12 @@ def test_a_script_runs_as_it_would_alone(tmp_path):
     ("words", "why"),
     [([], "nothing to run"), (["-m"], "nothing to run"), (["--fast"], "--fast: is not a file")],
 )
-def test_nothing_to_launch_is_one_line(capsys, words, why):
+def test_a_missing_script_is_one_line(capsys, words, why):
     assert cli.main(["launch", "2", *words]) == 1
     assert why in capsys.readouterr().err
 
 
-def test_selftest_on_a_folder_of_ones_own(tmp_path):
+def test_selftest_on_a_given_folder(tmp_path):
     mesh = io.read(ROOT / "datasets/ahmed/run_8/boundary_8.vtp")
     folder = partition(mesh, 5).save(tmp_path / "own.shards")
     done = run("selftest", "--ranks", 3, "--folder", folder, cwd=tmp_path)
@@ -160,7 +240,7 @@ def test_selftest_on_a_folder_of_ones_own(tmp_path):
     assert len(done.stdout.splitlines()) == 7
 
 
-def test_the_training_of_the_documentation_is_the_same_on_two_ranks(tmp_path):
+def test_the_documented_training_gives_the_same_loss_on_two_ranks(tmp_path):
     mesh = io.read(ROOT / "datasets/ahmed/run_8/boundary_8.vtp")
     (tmp_path / "meshshard-demo").mkdir()
     partition(mesh, 4).save(tmp_path / "meshshard-demo" / "boundary_1.shards")
@@ -173,19 +253,19 @@ def test_the_training_of_the_documentation_is_the_same_on_two_ranks(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_the_rule_of_the_documentation(capsys):
+def test_the_documented_rule(capsys):
     exec(compile(example("custom_op"), "ranks.md", "exec"), {"__name__": "example"})
     assert capsys.readouterr().out == ABOVE
 
 
-def test_the_rule_of_the_documentation_on_ranks(tmp_path):
+def test_the_documented_rule_on_ranks(tmp_path):
     (tmp_path / "rule.py").write_text(example("custom_op"))
     done = run("launch", 3, "rule.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(ABOVE.strip()) == 3
 
 
-def test_the_compiled_layer_of_the_documentation(tmp_path, monkeypatch):
+def test_the_documented_compiled_layer(tmp_path, monkeypatch):
     mesh = io.read(ROOT / "datasets/ahmed/run_8/boundary_8.vtp")
     (tmp_path / "meshshard-demo").mkdir()
     partition(mesh, 2).save(tmp_path / "meshshard-demo" / "boundary_1.shards")
@@ -197,7 +277,7 @@ def test_the_compiled_layer_of_the_documentation(tmp_path, monkeypatch):
     assert names["y"].gather().mean(0).abs().max() < 1e-5
 
 
-def test_the_page_of_rules_names_every_function():
+def test_the_page_of_rules_lists_every_function():
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)

@@ -1,4 +1,4 @@
-"""8 to 64 ranks, simulated in one process: models, and the exchange of a random graph."""
+"""8 to 64 simulated ranks: a model, and the exchange of a random graph."""
 
 import copy
 import random
@@ -6,22 +6,20 @@ import random
 import pytest
 import torch
 from test_models import far, loss_of, net, sample, whole
-from threads import simulate
 
-from meshshard.comm import Exchange, init_domain
+from meshshard.comm import Exchange, simulate
 from meshshard.tensor import shard
 
 TOLERANCE = 1e-12
 
 
 def sizes_of(n_ranks, seed):
-    """Uneven, some of them empty."""
+    """Uneven sizes, some of them zero."""
     chosen = random.Random(seed)
     return [0, 40, *(chosen.choice([0, 1, 3, 11, 17]) for _ in range(n_ranks - 2))]
 
 
-def model_job(model, sizes, serial):
-    domain = init_domain()
+def model_job(domain, model, sizes, serial):
     model = copy.deepcopy(model)
     x = shard(sample(0, 0, sum(sizes)), domain, sizes).requires_grad_()
     out = model(x)
@@ -39,13 +37,13 @@ def test_a_model_on_many_ranks(n_ranks):
     x, twin = sample(0, 0, sum(sizes)).requires_grad_(), copy.deepcopy(model)
     out = twin(x)
     loss_of(out, 0).backward()
-    for errors in simulate(n_ranks, model_job, model, sizes, (out.detach(), x.grad, twin)):
+    serial = (out.detach(), x.grad, twin)
+    for errors in simulate(n_ranks, lambda domain: model_job(domain, model, sizes, serial)):
         assert max(errors) <= TOLERANCE, errors
 
 
-def graph_job(sizes, wanted, adjoint):
-    """Every rank needs rows of anybody: the halo is theirs, the gradient goes home."""
-    domain = init_domain()
+def graph_job(domain, sizes, wanted, adjoint):
+    """Every rank needs random rows of others: halo rows, and gradients of owned rows."""
     needs = [needed(sizes, rank) for rank in range(domain.size)]
     me, first = domain.rank, domain.offset(sizes)
     last = first + sizes[me]
@@ -64,7 +62,7 @@ def graph_job(sizes, wanted, adjoint):
 
 
 def needed(sizes, rank):
-    """Ids of other ranks' rows, ascending."""
+    """Random ids of rows of other ranks, ascending."""
     first = sum(sizes[:rank])
     others = [i for i in range(sum(sizes)) if not first <= i < first + sizes[rank]]
     return sorted(random.Random(rank).sample(others, min(7, len(others))))
@@ -76,4 +74,4 @@ def test_an_exchange_between_many_ranks(n_ranks):
     wanted, adjoint = sample(0, 0, sum(sizes)), torch.zeros(sum(sizes), 5, dtype=torch.float64)
     for rank in range(n_ranks):
         adjoint[needed(sizes, rank)] += 1
-    assert all(simulate(n_ranks, graph_job, sizes, wanted, adjoint))
+    assert all(simulate(n_ranks, lambda domain: graph_job(domain, sizes, wanted, adjoint)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,12 +104,9 @@ def _on_two_ranks(folder: Path) -> Iterator[str]:
     Raises:
         MeshshardError: two ranks differ from one process, or could not run.
     """
-    import subprocess
-
-    from meshshard.ranks.launch import command_of
-
-    words = ["-m", "meshshard.ranks.selftest", "--folder", str(folder.absolute())]
-    done = subprocess.run(command_of(2, words), capture_output=True, text=True)
+    words = ["selftest", "--ranks", "2", "--folder", str(folder)]
+    command = [sys.executable, "-m", "meshshard", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
     yield from done.stdout.splitlines()
     if done.returncode:
         lines = done.stderr.strip().splitlines()

@@ -1,116 +1,116 @@
-"""The calls of torch.distributed: counted, and with errors that name rank, operation and rows."""
+"""A transport over torch.distributed; the only module that calls its collectives."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import _functional_collectives as functional
 
-from meshshard.comm.threads import ThreadGroup
-from meshshard.errors import DomainError, n_of
+from meshshard.comm.transport import Work, draw_seed
 
-if TYPE_CHECKING:
-    from meshshard.comm.domain import Domain
-
-__all__ = ["Pending", "all_reduce", "all_to_all", "share", "start_all_to_all"]
+__all__ = ["ProcessGroupTransport", "host_store"]
 
 T = TypeVar("T")
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-class Pending:
-    """Rows under way; `wait` gives them."""
+class ProcessGroupTransport:
+    """The collectives of a process group (gloo or NCCL).
 
-    def __init__(self, rows: Tensor, work: Any, domain: Domain, what: str) -> None:
-        self._rows, self._work, self._domain, self._what = rows, work, domain, what
+    Compiled code takes torch's functional collectives, which torch.compile can trace.
+    """
 
-    def wait(self) -> Tensor:
-        """The rows, once they are there."""
-        if self._work is not None:
-            with named(self._domain, self._what, self._rows):
-                self._work.wait()
-        return self._rows
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group: Any = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
+    @classmethod
+    def default(cls, device: torch.device, timeout: float) -> ProcessGroupTransport | None:
+        """The default process group, initialized from the environment (`env://`) if it is not yet.
 
-def all_reduce(domain: Domain, x: Tensor, kind: str, op: str = "sum") -> Tensor:
-    """Reduce a tensor in place, or as a new one under torch.compile."""
-    if torch.compiler.is_compiling():
-        out: Tensor = functional.all_reduce(x, op, _group(domain))
-        return out
-    domain.traffic.add(kind, x)
-    how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-    with named(domain, kind, x):
-        if isinstance(domain.group, ThreadGroup):
-            return domain.group.all_reduce(domain.rank, x, op)
-        dist.all_reduce(x, how, group=domain.group)
-    return x
+        A group that is initialized here is closed at the end of the script.
 
+        Args:
+            device: NCCL for CUDA devices, else gloo.
+            timeout: seconds to wait for other ranks.
 
-def all_to_all(
-    domain: Domain, x: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
-) -> Tensor:
-    """Send runs of rows to every rank, get theirs, by rank."""
-    return start_all_to_all(domain, x, send, receive, kind).wait()
+        Returns:
+            None for a single rank without a process group.
+        """
+        if dist.is_initialized():
+            return cls(dist.group.WORLD)
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return None
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        if backend == "gloo":  # a rank that ends at once would break the others' connecting
+            dist.barrier()
+        transport = cls(dist.group.WORLD)
+        atexit.register(transport.close)
+        return transport
 
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """See `Transport`."""
+        if torch.compiler.is_compiling():
+            out: Tensor = functional.all_reduce(x, op, self.group)
+            return out
+        dist.all_reduce(x, REDUCTIONS[op], group=self.group)
+        return x
 
-def start_all_to_all(
-    domain: Domain, x: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
-) -> Pending:
-    """The first half of `all_to_all`: the rows are under way when it returns."""
-    if torch.compiler.is_compiling():
-        rows = functional.all_to_all_single(x, list(receive), list(send), _group(domain))
-        there = functional.wait_tensor(rows)  # type: ignore[no-untyped-call]
-        return Pending(there, None, domain, kind)
-    domain.traffic.add(kind, x)
-    what = f"{kind} of {n_of(sum(send), 'rows')} to and {n_of(sum(receive), 'rows')} from ranks"
-    with named(domain, what, x):
-        if isinstance(domain.group, ThreadGroup):
-            there = domain.group.all_to_all(domain.rank, x, send)
-            return Pending(there, None, domain, what)
+    def start_all_to_all(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> tuple[Tensor, Work | None]:
+        """See `Transport`."""
+        if torch.compiler.is_compiling():
+            rows = functional.all_to_all_single(x, list(receive), list(send), self.group)
+            return functional.wait_tensor(rows), None  # type: ignore[no-untyped-call]
         rows = x.new_empty((sum(receive), *x.shape[1:]))
         work = dist.all_to_all_single(
-            rows, x.contiguous(), list(receive), list(send), group=domain.group, async_op=True
+            rows, x.contiguous(), list(receive), list(send), group=self.group, async_op=True
         )
-    return Pending(rows, work, domain, what)
+        return rows, work
+
+    def gather_objects(self, value: T) -> list[T]:
+        """See `Transport`."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def shared_seed(self) -> int:
+        """A draw from this process' generator, which advances identically on every rank."""
+        return draw_seed()
+
+    def close(self) -> None:
+        """Destroy the default process group, if this is it.
+
+        Gloo's threads must be joined before the process unloads them, or it may abort ("terminate
+        called without an active exception"), so the last reference to the group is dropped here.
+        """
+        if self.group is not None and self.group is dist.group.WORLD:
+            self.group = None
+            dist.destroy_process_group()
 
 
-def share(domain: Domain, value: T) -> list[T]:
-    """Everybody's picklable value."""
-    out: list[Any] = [None] * domain.size
-    with named(domain, "share", torch.empty(0)):
-        if isinstance(domain.group, ThreadGroup):
-            return domain.group.swap(domain.rank, value)
-        dist.all_gather_object(out, value, group=domain.group)
-    return out
+def host_store(listener: socket.socket) -> TCPStore:
+    """The store through which ranks find each other, served on a socket that listens already.
 
+    Ranks connect to it by `env://` if TORCHELASTIC_USE_AGENT_STORE is True, as under torchrun. A
+    TCPStore that opens its own socket listens on every address of the machine.
 
-class named:  # noqa: N801 - reads as a function; a class costs a tenth of contextlib's generator
-    """Errors of torch.distributed as one line that says who was doing what."""
-
-    __slots__ = ("domain", "what", "x")
-
-    def __init__(self, domain: Domain, what: str, x: Tensor) -> None:
-        self.domain, self.what, self.x = domain, what, x
-
-    def __enter__(self) -> None:
-        """Nothing."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Say who, if it failed."""
-        if isinstance(error, (RuntimeError, ValueError)):
-            raise self._said(error) from error
-
-    def _said(self, error: BaseException) -> DomainError:
-        domain, reason = self.domain, " ".join(str(error).split())
-        return DomainError(
-            f"rank {domain.rank} of {domain.size}: {self.what}, {tuple(self.x.shape)} "
-            f"{self.x.dtype}: another rank has raised, died, is late or makes another call "
-            f"({reason[:200]})"
-        )
-
-
-def _group(domain: Domain) -> Any:
-    return domain.group
+    Args:
+        listener: closed with the store, which owns it from here on.
+    """
+    host, port = listener.getsockname()
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

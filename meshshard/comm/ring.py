@@ -1,7 +1,7 @@
-"""Ring: blocks of rows go round the ranks, the next one under way while one is used.
+"""Ring: blocks of rows pass from rank to rank; the next one is sent while one is used.
 
-The third of three mechanisms: every row meets every row, and no rank holds more than its own and a
-block of another's.
+The third of three mechanisms, for all pairs of rows: no rank holds more than its owned rows and one
+block of another rank.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshshard.comm import process_group
-from meshshard.comm.domain import Domain
+from meshshard.comm.ranks import Pending, Ranks
 
 __all__ = ["Block", "Ring"]
 
-Take = Callable[[int, int], Tensor]  # own rows from one to before another, (n, width)
-Add = Callable[[int, Tensor], None]  # add (n, width) to own rows from one on
-ROWS = 1024  # of a block: what is under way is small beside the rows of a rank
+Take = Callable[[int, int], Tensor]  # take(start, stop): these owned rows as (stop - start, width)
+Add = Callable[[int, Tensor], None]  # add(start, x): add (n, width) to the owned rows from `start`
+ROWS = 1024  # at most in a block: what is being sent is small beside the rows of a rank
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one rank.
+    """Consecutive rows of one rank.
 
     Attributes:
         source: the rank that owns them.
-        number: which of its blocks this is.
-        rows: (n, width) the rows, None where they are own ones.
-        start: row of the owner where they begin.
-        stop: row of the owner before which they end.
-        first: id of the first of them.
+        number: index of the block among those of its owner.
+        rows: (n, width) the rows; None for the owned rows of this rank.
+        start: the owner's row at which the block starts.
+        stop: the owner's row before which it stops.
+        first: global id of its first row.
     """
 
     source: int
@@ -44,81 +43,89 @@ class Block:
 
 
 class Ring:
-    """The blocks of all ranks, each met once by every rank; not differentiable.
+    """Brings every block of rows to every rank, once; not differentiable.
 
-    Every rank has equally many blocks, of uneven size, some empty: all make the same calls.
+    All ranks have the same number of blocks, so that all make the same calls. The blocks of a rank
+    differ in size from those of others, and may be empty.
 
     Attributes:
-        domain: the ranks.
-        sizes: rows of each rank.
-        number: blocks of each rank.
+        ranks: the ranks.
+        sizes: owned rows of every rank.
+        number: number of blocks of every rank.
     """
 
-    def __init__(self, domain: Domain, sizes: Sequence[int]) -> None:
-        self.domain = domain
+    def __init__(self, ranks: Ranks, sizes: Sequence[int]) -> None:
+        self.ranks = ranks
         self.sizes = tuple(sizes)
         self.number = max(1, -(-max(self.sizes) // ROWS))
-        self._back: tuple[int, process_group.Pending] | None = None
+        self._back: tuple[int, Pending] | None = None
 
     def cut(self, source: int, number: int) -> tuple[int, int]:
-        """Rows of their owner, first and last but one, that are in a block."""
+        """Start and stop of a block, as rows of its owner."""
         n = self.sizes[source]
         return n * number // self.number, n * (number + 1) // self.number
 
     def blocks(self, take: Take) -> Iterator[Block]:
-        """All own rows, then every block of every other rank; the next comes while one is used.
+        """All owned rows as one block, then every block of every other rank.
 
-        Communication: ranks - 1 all-to-alls, each to one peer, for each block of a rank.
+        The next block is being received while one is used.
+
+        Args:
+            take: returns some of the owned rows.
+
+        Communication: ranks - 1 all-to-alls, each with one peer, for each block of a rank.
         """
-        rank, size = self.domain.rank, self.domain.size
+        rank, size = self.ranks.rank, self.ranks.size
         steps = [(number, step) for number in range(self.number) for step in range(1, size)]
-        under_way = self._start(steps[0], take, None) if steps else None
-        yield Block(rank, 0, None, 0, self.sizes[rank], sum(self.sizes[:rank]))
+        pending = self._start(steps[0], take, None) if steps else None
+        yield Block(rank, 0, None, 0, self.sizes[rank], self.ranks.offset(self.sizes))
         for i, (number, step) in enumerate(steps):
-            assert under_way is not None
-            rows = under_way.wait()
-            under_way = self._start(steps[i + 1], take, rows) if i + 1 < len(steps) else None
+            assert pending is not None
+            rows = pending.wait()
+            pending = self._start(steps[i + 1], take, rows) if i + 1 < len(steps) else None
             source = (rank - step) % size
             start, stop = self.cut(source, number)
             yield Block(source, number, rows, start, stop, sum(self.sizes[:source]) + start)
 
-    def _start(self, at: tuple[int, int], take: Take, rows: Tensor | None) -> process_group.Pending:
-        """The message of one block and step: own rows first, then what has come goes on."""
+    def _start(self, at: tuple[int, int], take: Take, rows: Tensor | None) -> Pending:
+        """Start one step of one block: send owned rows first, then the rows just received."""
         number, step = at
         if step == 1:
-            rows = take(*self.cut(self.domain.rank, number))
+            rows = take(*self.cut(self.ranks.rank, number))
         assert rows is not None
-        start, stop = self.cut((self.domain.rank - step) % self.domain.size, number)
+        start, stop = self.cut((self.ranks.rank - step) % self.ranks.size, number)
         return self._send(rows, 1, stop - start, "ring")
 
     def give_back(self, block: Block, grads: Tensor, add: Add) -> None:
-        """Add what was found for a block of another rank to its own rows; `finish` after the last.
+        """Send the gradients of another rank's block to its owner, and add those sent here before.
+
+        Call `finish` after the last block.
 
         Args:
-            block: as it came.
-            grads: (n, width) for the rows of the block.
-            add: what adds a share of any rank to own rows.
+            block: as yielded by `blocks`.
+            grads: (n, width) gradients of its rows.
+            add: adds gradients from any rank to owned rows.
 
-        Communication: one all-to-all to one peer.
+        Communication: one all-to-all with one peer.
         """
         self.finish(add)
-        start, stop = self.cut(self.domain.rank, block.number)
-        steps = (self.domain.rank - block.source) % self.domain.size
+        start, stop = self.cut(self.ranks.rank, block.number)
+        steps = (self.ranks.rank - block.source) % self.ranks.size
         self._back = start, self._send(grads, -steps, stop - start, "ring back")
 
     def finish(self, add: Add) -> None:
-        """Add what is under way."""
+        """Wait for the gradients that are being received, and add them."""
         if self._back is None:
             return
-        start, under_way = self._back
-        add(start, under_way.wait())
+        start, pending = self._back
+        add(start, pending.wait())
         self._back = None
 
-    def _send(self, rows: Tensor, steps: int, receive: int, kind: str) -> process_group.Pending:
-        """Rows to the rank `steps` further, others from the rank `steps` before."""
-        size, rank = self.domain.size, self.domain.rank
-        to, come = [0] * size, [0] * size
-        to[(rank + steps) % size] = len(rows)
-        come[(rank - steps) % size] = receive
+    def _send(self, rows: Tensor, steps: int, n_receive: int, kind: str) -> Pending:
+        """Start to send to the rank `steps` after this one, and to receive from `steps` before."""
+        size, rank = self.ranks.size, self.ranks.rank
+        send, receive = [0] * size, [0] * size
+        send[(rank + steps) % size] = len(rows)
+        receive[(rank - steps) % size] = n_receive
         with torch.no_grad():
-            return process_group.start_all_to_all(self.domain, rows, to, come, kind)
+            return self.ranks.start_all_to_all(rows, send, receive, kind)

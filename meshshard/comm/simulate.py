@@ -1,4 +1,4 @@
-"""Simulate: many ranks as threads of one process, for checks and for trying things out."""
+"""Simulate: ranks as threads of one process, for checks and experiments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from meshshard.comm.domain import Domain
-from meshshard.comm.threads import ThreadGroup
+from meshshard.comm.threads import ThreadGroup, ThreadTransport
 from meshshard.errors import DomainError
 
 __all__ = ["simulate"]
@@ -16,51 +16,40 @@ T = TypeVar("T")
 
 
 def simulate(size: int, job: Callable[[Domain], T]) -> list[T]:
-    """What a job returns on every one of some ranks, each a thread of this process.
+    """Run a job on several ranks, each a thread of this process.
 
-    The same code as on processes, as to results and traffic; not as to time or memory. Replicated
-    random draws are one sequence for all threads: draw from generators of your own.
+    Results and traffic are those of separate processes; time and memory are not. All threads share
+    torch's default generator: draw replicated random numbers from generators of your own.
 
     Args:
-        size: number of ranks; one is an ordinary domain without others.
-        job: called with the domain of each rank; what it changes must be its own.
+        size: number of ranks; one rank is an ordinary domain of size 1.
+        job: called with the domain of each rank; must not modify objects shared by the ranks.
+
+    Returns:
+        What the job returned on every rank, by rank.
 
     Raises:
-        DomainError: naming the first rank that failed, and why; or no rank at all.
+        DomainError: naming the first rank that failed, and why; or `size` is less than 1.
     """
     if size < 1:
-        raise DomainError(f"simulate: {size} ranks; take 1 or more")
+        raise DomainError(f"simulate: {size} ranks; pass 1 or more")
     if size == 1:
         return [job(Domain())]
-    meeting = ThreadGroup(size)
+    group = ThreadGroup(size)
     results: list[Any] = [None] * size
 
-    def _rank(number: int) -> None:
+    def _run(rank: int) -> None:
         try:
-            results[number] = job(_Simulated(meeting, number))
+            results[rank] = job(Domain(ThreadTransport(group, rank)))
         except BaseException as error:
-            meeting.fail(number, error)
+            group.fail(rank, error)
 
-    threads = [threading.Thread(target=_rank, args=(number,)) for number in range(size)]
+    threads = [threading.Thread(target=_run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if meeting.failed is not None:
-        number, error = meeting.failed
-        raise DomainError(f"simulated rank {number}: {error}") from error
+    if group.failure is not None:
+        rank, error = group.failure
+        raise DomainError(f"simulated rank {rank}: {error}") from error
     return results
-
-
-class _Simulated(Domain):
-    """A rank of a meeting."""
-
-    def __init__(self, meeting: ThreadGroup, rank: int) -> None:
-        super().__init__()
-        self.group = meeting
-        self.rank, self.size = rank, meeting.size
-
-    def shared_seed(self) -> int:
-        """The first rank's."""
-        mine = super().shared_seed() if self.rank == 0 else 0
-        return int(self.group.swap(self.rank, mine)[0])

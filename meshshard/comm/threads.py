@@ -1,4 +1,4 @@
-"""ThreadGroup: collectives between threads of one process."""
+"""A transport between threads of one process."""
 
 from __future__ import annotations
 
@@ -9,39 +9,70 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["ThreadGroup"]
+from meshshard.comm.transport import draw_seed
+
+__all__ = ["ThreadGroup", "ThreadTransport"]
 
 T = TypeVar("T")
 
 
 class ThreadGroup:
-    """Where the threads hand over what they send; it stands where a process group is."""
+    """What the threads share: one slot for each rank, and a barrier.
+
+    Attributes:
+        size: number of threads.
+        failure: rank and error of the first thread that failed, None if none did.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.failed: tuple[int, BaseException] | None = None
-        self._table: list[Any] = [None] * size
+        self.failure: tuple[int, BaseException] | None = None
+        self._slots: list[Any] = [None] * size
         self._barrier = threading.Barrier(size)
 
-    def swap(self, rank: int, value: T) -> list[T]:
-        """Everybody's value, by rank."""
-        self._table[rank] = value
+    def gather(self, rank: int, value: T) -> list[T]:
+        """The values of all ranks, by rank; not copied."""
+        self._slots[rank] = value
         self._barrier.wait()
-        found = list(self._table)
+        values = list(self._slots)
         self._barrier.wait()
-        return found
+        return values
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Let the others stop waiting; the first error is kept."""
-        if self.failed is None:
-            self.failed = rank, error
+        """Record the first error, and raise BrokenBarrierError in the threads that wait."""
+        if self.failure is None:
+            self.failure = rank, error
         self._barrier.abort()
 
-    def all_reduce(self, rank: int, x: Tensor, op: str) -> Tensor:
-        """In place, in the order of the ranks."""
-        every = torch.stack(self.swap(rank, x.clone()))
-        return x.copy_(every.sum(0) if op == "sum" else every.amax(0))
 
-    def all_to_all(self, rank: int, x: Tensor, send: Sequence[int]) -> Tensor:
-        """Runs of rows from every rank, by rank."""
-        return torch.cat([parts[rank] for parts in self.swap(rank, torch.split(x, list(send)))])
+class ThreadTransport:
+    """The collectives of one rank of a thread group."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.group = group
+        self.rank = rank
+        self.size = group.size
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """See `Transport`; a sum adds in the order of the ranks."""
+        terms = torch.stack(self.group.gather(self.rank, x.clone()))
+        return x.copy_(terms.sum(0) if op == "sum" else terms.amax(0))
+
+    def start_all_to_all(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> tuple[Tensor, None]:
+        """See `Transport`; the rows have arrived when it returns."""
+        del receive
+        sent = self.group.gather(self.rank, torch.split(x.clone(), list(send)))
+        return torch.cat([parts[self.rank] for parts in sent]), None
+
+    def gather_objects(self, value: T) -> list[T]:
+        """See `Transport`; the values are not copied."""
+        return self.group.gather(self.rank, value)
+
+    def shared_seed(self) -> int:
+        """One draw by rank 0, as all threads share one default generator."""
+        return self.group.gather(self.rank, draw_seed() if self.rank == 0 else 0)[0]
+
+    def close(self) -> None:
+        """There are no resources to free."""

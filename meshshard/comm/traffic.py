@@ -11,7 +11,7 @@ __all__ = ["Count", "Traffic"]
 
 
 class Count(NamedTuple):
-    """Calls of one kind, and the rows and bytes that this rank sent in them."""
+    """Number of calls, and the rows and bytes that this rank sent in them."""
 
     calls: int = 0
     rows: int = 0
@@ -20,7 +20,7 @@ class Count(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Counts by kind: exchange, accumulate, all_reduce, …; forward and backward alike."""
+    """Counts by kind (exchange, accumulate, all_reduce, …), forward and backward together."""
 
     counts: dict[str, Count] = field(default_factory=dict)
 
@@ -30,11 +30,7 @@ class Traffic:
         more = sent.shape[0] if sent.ndim else 1
         self.counts[kind] = Count(calls + 1, rows + more, size + sent.numel() * sent.element_size())
 
-    def reset(self) -> None:
-        """Start again from zero."""
-        self.counts.clear()
-
     def total(self) -> Count:
-        """All kinds together."""
+        """The sum over all kinds."""
         columns = zip(*self.counts.values(), strict=True) if self.counts else ((0,), (0,), (0,))
         return Count(*(sum(c) for c in columns))

@@ -1,15 +1,15 @@
-"""The script of one rank: run as it would be alone; if it fails, the launcher learns by what.
+"""Run a script as one rank, as it would run alone; if it fails, report why to the launcher.
 
-`python -m meshshard.ranks.run_script script.py …` or `-m module …`, as `launch` starts it.
+`python -m meshshard.ranks.run_script PIPE LAUNCHER script.py …` or `… -m module …`, as `launch`
+starts it: PIPE is an open file descriptor, LAUNCHER the number of its process.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
+import select
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 
@@ -23,20 +23,25 @@ RUNPY = runpy.run_path.__code__.co_filename
 def main(words: list[str]) -> int:
     """Run a script, or `-m module`, with its arguments, as the main program of this process.
 
+    Args:
+        words: see above.
+
     Returns:
         The exit code.
     """
-    die_with_parent()
+    pipe, launcher, *words = words
+    die_with_parent(int(launcher))
+    os.set_inheritable(int(pipe), False)
     try:
         _run(words)
     except SystemExit as ended:
-        if isinstance(ended.code, int) and ended.code:
-            _leave_word(f"ended with exit code {ended.code}", ended.code)
-        elif ended.code:
-            _leave_word(str(ended.code).removeprefix("error: "))
+        if isinstance(ended.code, int):
+            _report(int(pipe), ended.code & 0xFF, f"ended with exit code {ended.code & 0xFF}")
+        elif ended.code is not None:
+            _report(int(pipe), 1, str(ended.code).removeprefix("error: "))
         raise
     except Exception as error:
-        _leave_word(f"{type(error).__name__}: {error}")
+        _report(int(pipe), 1, f"{type(error).__name__}: {error}")
         error.__traceback__ = _of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
@@ -54,19 +59,17 @@ def _run(words: list[str]) -> None:
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the lines that have only started the script."""
+    """A traceback without the frames that started the script."""
     while trace and trace.tb_frame.f_code.co_filename in (__file__, RUNPY):
         trace = trace.tb_next
     return trace
 
 
-def _leave_word(why: str, code: int = 1) -> None:
-    """Say why, and when, in the file where torchrun looks for it."""
-    now = time.time()
-    told = {"message": why, "extraInfo": {"timestamp": str(int(now))}, "time": now, "code": code}
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")  # torchrun's own name for it
-    if path:
-        Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")
+def _report(pipe: int, code: int, reason: str) -> None:
+    """Write rank, exit code and reason as one line, which is written at once."""
+    if code:
+        line = f"{os.environ['RANK']} {code} {' '.join(reason.split())}"
+        os.write(pipe, line.encode(errors="replace")[: select.PIPE_BUF - 1] + b"\n")
 
 
 if __name__ == "__main__":
