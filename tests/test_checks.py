@@ -31,7 +31,7 @@ def test_forms_of_cells():
         ({"cells": [[0, 1, 4]]}, "cell 0 refers to point 4"),
         ({"cells": [[0, 1, 2], [0, -1, 2]]}, "cell 1 refers to point -1"),
         ({"cells": [[0, 1]]}, "cell 0 is a polygon with 2 points"),
-        ({"cells": (np.array([0, 4, 3]), np.arange(4))}, "cell 1: its offset 3 goes backwards"),
+        ({"cells": (np.array([0, 4, 3]), np.arange(4))}, "cell 1: offset 3 goes backwards"),
         ({"cells": (np.array([0, 3]), np.arange(4))}, "offset 3 does not fit"),
         ({"cells": (np.array([1, 4]), np.arange(4))}, "offsets must be"),
         ({"cell_fields": {"p": np.zeros(1)}}, "cell field 'p' has 1 row for 0 cells"),
@@ -44,7 +44,7 @@ def test_contradictions(options, words):
 
 
 def test_points():
-    with pytest.raises(MeshError, match=r"\(n, 3\), these are \(4, 4\)"):
+    with pytest.raises(MeshError, match=r"\(n, 3\), got \(4, 4\)"):
         from_arrays(np.eye(4))
     bad = np.zeros((10, 3))
     bad[[2, 3, 5], 1] = np.nan, np.inf, -np.inf

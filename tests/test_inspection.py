@@ -13,7 +13,7 @@ from meshshard.errors import MeshWarning
 from meshshard.graph import cell_graph
 from meshshard.mesh import Mesh
 from meshshard.mesh.facets import facets, match
-from meshshard.mesh.inspection import coincident, glue, inspect, open_points, weld
+from meshshard.mesh.inspection import coincident, inspect, open_points, weld, weld_and_match
 
 
 def soup(mesh):
@@ -29,7 +29,7 @@ def soup(mesh):
 @pytest.mark.parametrize("mesh", [grid_surface(7, 5), grid_volume(3, 10), grid_volume(3, 12)])
 def test_a_soup_is_glued_into_the_mesh_it_was(mesh):
     with pytest.warns(MeshWarning, match="exact duplicates of earlier points merged"):
-        glued, found = glue(soup(mesh))
+        glued, found = weld_and_match(soup(mesh))
     whole, parts = cell_graph(mesh), cell_graph(glued, found)
     assert np.array_equal(whole.indptr, parts.indptr)
     assert np.array_equal(whole.indices, parts.indices)
@@ -46,20 +46,20 @@ def test_two_patches_side_by_side_become_one():
         np.concatenate([left.types, right.types]),
     )
     with pytest.warns(MeshWarning, match="joins cells along 3 more facets"):
-        glued, found = glue(both)
+        glued, found = weld_and_match(both)
     assert len(found.first) == 2 * 12 + 3
     assert glued.weld is not None
 
 
 def test_nothing_is_merged_where_cells_are_glued_already():
     mesh = grid_volume(2)
-    glued, _ = glue(mesh)
+    glued, _ = weld_and_match(mesh)
     assert glued is mesh
 
 
 def test_a_weld_map_that_is_there_is_kept():
     apart = replace(soup(grid_surface(2, 2)), weld=np.arange(16))
-    _, found = glue(apart)
+    _, found = weld_and_match(apart)
     assert len(found.first) == 0
 
 
@@ -122,7 +122,7 @@ def test_points_of_a_cloud_at_one_place():
 def test_findings_are_warnings_of_glue():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        glue(surface([[0, 1, 2], [0, 1, 3]], np.eye(5)[:, :3]))
+        weld_and_match(surface([[0, 1, 2], [0, 1, 3]], np.eye(5)[:, :3]))
     text = " ".join(str(w.message) for w in caught)
     assert "opposite winding" in text
     assert "1 point unused" in text

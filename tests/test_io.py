@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import importlib
 import struct
 import warnings
 import zlib
@@ -13,6 +14,7 @@ import torch
 
 from meshshard import io
 from meshshard.errors import MeshError, MeshWarning, ReadError
+from meshshard.io.formats import FORMATS, recognize
 
 POINTS = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 0)]
 
@@ -194,7 +196,7 @@ def test_odd_arrays(load):
         ("a.vtp", vtp(polys=[(0, 1, 2), (0, 9, 1)]), "cell 1 refers to point 9"),
         ("a.vtp", vtp(polys=[(0, -5, 2)]), "cell 0 refers to point -5"),
         ("a.vtp", vtp(polys=[(0, 1)]), "cell 0 is a polygon with 2 points"),
-        ("a.vtp", vtp(cell=array("Float32", "p", [1])), "'p' holds 1 values .* 2"),
+        ("a.vtp", vtp(cell=array("Float32", "p", [1])), "'p' holds 1 .* declares 2"),
         ("a.vtp", vtp(cell=array("Float32", "p", ["x", "y"])), "'p' is damaged"),
         ("a.vtp", vtp(points=[(0, 0, 0), (1, 0, "nan"), (0, 1, 0), (1, 1, 1)]), "ids 1"),
         ("a.vtp", vtp().replace('Points="4"', 'Points="100000000000"'), "declares 300000000000"),
@@ -207,7 +209,7 @@ def test_odd_arrays(load):
         ("a.obj", "v 0 0 0\nv 1 0 0\nv 0 1 0\nf 1 2 9\n", "refers to point 8"),
         ("a.stl", "solid a\nendsolid a\n", "empty: no triangle"),
         ("a.stl", "solid a\nfacet normal 0 0 1\nouter loop\nvertex 0 0 0\n", "truncated"),
-        ("a.stl", b"x" * 80 + struct.pack("<I", 10) + b"\0" * 100, "declares 10 triangles, 2 are"),
+        ("a.stl", b"x" * 80 + struct.pack("<I", 10) + b"\0" * 100, "declares 10 .* has 2:"),
         ("a.csv", "x,y,z,p\n0,0,0,1\n1,,0,2\n", "line 3"),
         ("a.csv", "x,y,z,p\n0,0,0,1\n1,0,0\n", "line 3 has 3 columns"),
         ("a.csv", "a,b\n0,0\n", "no columns x, y, z"),
@@ -376,3 +378,44 @@ def test_image(load):
     with pytest.raises(ReadError, match="without any array"):
         load("a.vti", text.replace("0 2 0 1", "0 99999 0 99999").split("<CellData>")[0]
              + "</Piece></ImageData></VTKFile>")  # fmt: skip
+
+
+@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
+def test_every_format_has_a_reader_and_suffixes(row):
+    module, function = row.reader.split(":")
+    assert callable(getattr(importlib.import_module(f"meshshard.io.{module}"), function))
+    assert row.suffixes == tuple(suffix.lower().lstrip(".") for suffix in row.suffixes)
+    assert sum(other.name == row.name for other in FORMATS) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.msh", b"$MeshFormat", "Gmsh"),
+        ("a.msh", b'(0 "Fluent")', "Fluent"),
+        ("a.inp", b"*HEADING", "Abaqus"),
+        ("a.inp", b"8 6 0", "AVS UCD"),
+        ("a.cgns", b"\x89HDF\r\n\x1a\n", "CGNS"),
+        ("a.hdf", b"\x89HDF\r\n\x1a\n", "VTKHDF"),
+        ("a.stl", b"\xef\xbb\xbf <?xml version", "VTK XML"),
+        ("mesh", b"# vtk DataFile Version 3.0", "VTK legacy"),
+        ("a.foam", b"", "OpenFOAM"),
+    ],
+)
+def test_content_and_suffix_identify_the_format(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    assert recognize(tmp_path / name).name == expected
+
+
+def test_lz4(tmp_path):
+    import pyvista as pv
+    from vtkmodules.vtkIOXML import vtkXMLPolyDataWriter
+
+    ball = pv.Sphere()
+    writer = vtkXMLPolyDataWriter()
+    writer.SetCompressorTypeToLZ4()
+    writer.SetInputData(ball)
+    writer.SetFileName(str(tmp_path / "a.vtp"))
+    writer.Write()
+    assert b"vtkLZ4DataCompressor" in (tmp_path / "a.vtp").read_bytes()[:500]
+    assert np.array_equal(io.read(tmp_path / "a.vtp").points, ball.points)

@@ -47,7 +47,7 @@ def test_a_cell_without_area_has_no_normal():
 
 
 def test_a_volume_has_no_surface_areas():
-    with pytest.raises(MeshError, match="areas need a surface, this is a volume"):
+    with pytest.raises(MeshError, match="areas need a surface, got a volume"):
         grid_volume(1).areas()
 
 

@@ -119,7 +119,7 @@ def test_a_reader_that_dies_or_hangs(tmp_path, monkeypatch):
     path.write_text("FORMAT")
     fake = tmp_path / "python"
     monkeypatch.setattr(sys, "executable", str(fake))
-    monkeypatch.setattr(child, "PATIENCE", 0.5)
+    monkeypatch.setattr(child, "TIME_LIMIT", 0.5)
     for text, words in (("kill -SEGV $$", "SIGSEGV"), ("exec sleep 9", "did not end within"),
                         ("echo no >&2; exit 3", "failed: no")):  # fmt: skip
         fake.write_text(f"#!/bin/sh\n{text}\n")

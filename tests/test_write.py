@@ -158,12 +158,3 @@ def test_memory_is_shared():
     grid = io.to_pyvista(mesh)
     assert np.shares_memory(np.asarray(grid.point_data["p"]), mesh.point_fields["p"])
     assert np.shares_memory(io.from_pyvista(grid).points, mesh.points)
-
-
-def test_clean_names():
-    names = ['a"b', "a<b", "a_b", "p", "名"]
-    clean = io.clean_names(names)
-    assert list(clean) == names
-    assert len(set(clean.values())) == len(names)
-    assert clean["a_b"] == "a_b"
-    assert not any(set(name) & set("\"<>&'") for name in clean.values())

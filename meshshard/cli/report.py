@@ -108,11 +108,11 @@ def _prove(path: str | Path) -> str:
         folder = store.load(path).check()
         return f"{n_of(folder.k, 'shards')}, every byte and the plan are right"
     from meshshard import io
-    from meshshard.mesh.inspection import glue, inspect
+    from meshshard.mesh.inspection import inspect, weld_and_match
 
     mesh = io.read(path)
     if mesh.n_cells:
-        glue(mesh)
+        weld_and_match(mesh)
     else:
         for line in inspect(mesh).findings(mesh):
             warnings.warn(line, MeshWarning, stacklevel=2)

@@ -26,7 +26,7 @@ from meshshard.graph.plan import (
     send_lists,
 )
 from meshshard.mesh import Array, Mesh
-from meshshard.mesh.inspection import glue
+from meshshard.mesh.inspection import weld_and_match
 from meshshard.partitioning.methods import NAMED, Given, Metis, Partitioner, label
 from meshshard.partitioning.quality import Quality, quality_of
 
@@ -308,7 +308,7 @@ def _graph_of(mesh: Mesh, entity: str, graph: Graph | None) -> tuple[Mesh, Graph
         if graph is None:
             return mesh, knn_graph(mesh.points, CLOUD_NEIGHBORS)
         return mesh, _given(mesh, entity, graph)
-    mesh, found = glue(mesh)
+    mesh, found = weld_and_match(mesh)
     if graph is not None:
         return mesh, _given(mesh, entity, graph)
     if entity == "cells":

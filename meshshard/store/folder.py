@@ -354,7 +354,6 @@ def _manifest(partition: Partition, source: str | Path | None) -> dict[str, Any]
     """What manifest.json says, apart from the shards."""
     mesh = partition.mesh
     assert mesh is not None
-    merged = 0 if mesh.weld is None else int((mesh.weld != np.arange(mesh.n_points)).sum())
     return {
         "schema": SCHEMA,
         "name": Path(mesh.name).name,
@@ -367,7 +366,7 @@ def _manifest(partition: Partition, source: str | Path | None) -> dict[str, Any]
         "n_cells": mesh.n_cells,
         "points_dtype": str(mesh.points.dtype),
         "offset": mesh.offset.tolist(),
-        "welded_points": merged,
+        "welded_points": mesh.n_welded,
         "blocks": list(mesh.blocks),
         "fields": [*_describe(mesh.cell_fields, "cells"), *_describe(mesh.point_fields, "points")],
         "source": _describe_source(source),
