@@ -1,17 +1,17 @@
-"""What can go wrong, as a tree.
+"""The tree of errors.
 
     MeshshardError
     ├── ReadError        a file or object cannot be turned into a mesh
-    ├── MeshError        the mesh contradicts itself: ids, offsets, arities, coordinates
-    ├── PartitionError   no valid labels: METIS failed, labels refused, a plan that does not close
-    ├── StoreError       a folder of shards is unfinished, damaged, mismatched or in the way
-    ├── RenderError      this machine cannot draw
-    ├── DomainError      ranks disagree, one is gone, or a collective failed
-    └── NoShardRule      a sharded tensor met a function without an exact rule (meshshard.tensor)
+    ├── MeshError        a mesh is inconsistent: ids, offsets, numbers of points, coordinates
+    ├── PartitionError   no valid partition: METIS failed, or labels or a plan are invalid
+    ├── StoreError       a folder of shards is incomplete, damaged, mismatched or cannot be replaced
+    ├── RenderError      this machine cannot render
+    ├── DomainError      ranks disagree, a rank is gone, or a collective failed
+    └── NoShardRule      a function has no exact rule for sharded tensors (meshshard.tensor)
 
-    MeshWarning          the input is usable, but something in it deserves a look
+    MeshWarning          the input is usable, but something in it should be checked
 
-A message is one line: what is wrong (file, cell, array), then the remedy; `n_of` counts.
+A message is one line: what is wrong (which file, cell, array or rank), then the remedy.
 """
 
 __all__ = [
@@ -27,12 +27,12 @@ __all__ = [
 
 
 def n_of(n: int, things: str) -> str:
-    """What a message says of a number of things: "8 ranks", "1 rank"."""
+    """A number of things in a message: "8 ranks", "1 rank"."""
     return f"{n:,} {things.removesuffix('s') if n == 1 else things}"
 
 
 class MeshshardError(Exception):
-    """Base of every error that meshshard raises on purpose."""
+    """Base class of all errors that meshshard raises."""
 
 
 class ReadError(MeshshardError):
@@ -40,24 +40,24 @@ class ReadError(MeshshardError):
 
 
 class MeshError(MeshshardError):
-    """The mesh contradicts itself."""
+    """A mesh is inconsistent: ids, offsets, numbers of points or coordinates are invalid."""
 
 
 class PartitionError(MeshshardError):
-    """No valid partition could be made or proved."""
+    """No valid partition: METIS failed, or labels or a plan are invalid."""
 
 
 class StoreError(MeshshardError):
-    """A folder of shards is unfinished, damaged, mismatched or in the way."""
+    """A folder of shards is incomplete, damaged, mismatched or cannot be replaced."""
 
 
 class DomainError(MeshshardError):
-    """Ranks disagree, one is gone, or a collective failed; says rank, operation and rows."""
+    """Ranks disagree, a rank is gone, or a collective failed; names rank, operation and rows."""
 
 
 class RenderError(MeshshardError):
-    """This machine cannot draw."""
+    """This machine cannot render."""
 
 
 class MeshWarning(UserWarning):
-    """The input is usable, but something in it deserves a look."""
+    """The input is usable, but something in it should be checked."""

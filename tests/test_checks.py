@@ -1,4 +1,4 @@
-"""A mesh that contradicts itself is refused, and the message says where."""
+"""An inconsistent mesh is refused, and the message names the cell, point or field."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_forms_of_cells():
         ({"point_fields": {"p": np.zeros(5)}}, "point field 'p' has 5 rows for 4 points"),
     ],
 )
-def test_contradictions(options, words):
+def test_inconsistent_meshes_are_refused(options, words):
     with pytest.raises(MeshError, match=words):
         from_arrays(SQUARE, **options)
 
@@ -74,7 +74,7 @@ def test_dimensions_and_faces():
         check(solid)
 
 
-def test_one_of_a_thing_is_counted_in_the_singular() -> None:
+def test_n_of_uses_the_singular_for_one() -> None:
     assert [n_of(n, "halo rows") for n in (0, 1, 2, 9794)] == [
         "0 halo rows", "1 halo row", "2 halo rows", "9,794 halo rows",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Files in, meshes out; what is wrong with a file is said in one line."""
+"""Reading files; an error is one line that names the file and what is wrong."""
 
 import base64
 import gzip
@@ -68,7 +68,7 @@ def load(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _loud():
+def _warnings_are_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error", MeshWarning)
         yield
@@ -135,20 +135,20 @@ def test_encodings(load, how):
     assert np.array_equal(mesh.point_fields["f"], field)
 
 
-def test_lower_dimensions_are_left_out(load):
+def test_cells_of_lower_dimension_are_left_out(load):
     content = vtp(
         Verts=[(0,)], Lines=[(0, 1)], Strips=[(0, 1, 2, 3)], cell=array("Int32", "p", range(5))
     )
     with pytest.warns(MeshWarning, match=r"1 vertex, 1 line left out"):
         mesh = load("a.vtp", content)
-    # cell data follow verts, lines, polys, strips, whatever the order of the sections
+    # cell data are in the order verts, lines, polys, strips, for any order of the sections
     assert mesh.cell_fields["p"].tolist() == [2, 3, 4, 4]
     assert mesh.cell_origin.tolist() == [2, 3, 4, 4]
     assert mesh.connectivity.tolist() == [0, 1, 2, 0, 2, 3, 0, 1, 2, 2, 1, 3]
     assert mesh.types.tolist() == [7, 7, 5, 5]
 
 
-def test_vertices_are_a_cloud(load):
+def test_vertex_cells_are_read_as_a_cloud(load):
     content = vtp(polys=(), Verts=[(i,) for i in range(4)], cell=array("Int32", "p", range(4)))
     mesh = load("a.vtp", content)
     assert mesh.kind == "point cloud"
@@ -157,7 +157,7 @@ def test_vertices_are_a_cloud(load):
         load("a.vtp", vtp(polys=(), Verts=[(1,)], cell=array("Int32", "p", [1])))
 
 
-def test_ghosts_are_left_out(load):
+def test_ghost_cells_are_left_out(load):
     content = vtp(cell=array("UInt8", "vtkGhostType", [0, 1]) + array("Int32", "p", [5, 6]))
     with pytest.warns(MeshWarning, match="1 ghost cells left out"):
         mesh = load("a.vtp", content)
@@ -165,7 +165,7 @@ def test_ghosts_are_left_out(load):
     assert mesh.cell_origin.tolist() == [0]
 
 
-def test_odd_arrays(load):
+def test_unusual_arrays(load):
     cell = (
         array("Float32", "p", [1, 2]) + array("Float32", "p", [3, 4])
         + array("String", "s", [65, 0]) + array("Float32", "n", ["nan", "inf"])
@@ -175,9 +175,9 @@ def test_odd_arrays(load):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mesh = load("a.vtp", vtp(cell=cell))
-    said = "\n".join(str(w.message) for w in caught)
+    messages = "\n".join(str(w.message) for w in caught)
     for words in ("called 'p'", "'s' is not numeric", "'n' has 1 NaN and 1 inf", "array 'part_id'"):
-        assert words in said
+        assert words in messages
     assert list(mesh.cell_fields) == ["p", "p (2)", "n", "part_id", "b", "i"]
     assert mesh.cell_fields["i"].tolist() == [2**53 + 1, -1]
 
@@ -218,7 +218,7 @@ def test_odd_arrays(load):
         ("a.vtp.gz", gzip.compress(vtp().encode())[:-20], "gz"),
     ],
 )  # fmt: skip
-def test_rejected(load, name, content, words):
+def test_bad_files_are_refused(load, name, content, words):
     with pytest.raises((ReadError, MeshError), match=words) as caught:
         load(name, content)
     assert name in str(caught.value)
@@ -232,7 +232,7 @@ def test_missing_file_and_folder(tmp_path):
         io.read(tmp_path)
 
 
-def test_gzip_and_strange_names(load):
+def test_gzip_and_unusual_file_names(load):
     assert load("a.vtp.gz", gzip.compress(vtp().encode())).n_cells == 2
     assert load("d ü #/日本 'q\".vtp", vtp()).n_cells == 2
     assert load("grid.vtp", vtu([(0, 1, 2)], [5])).types.tolist() == [5]
@@ -312,7 +312,7 @@ def test_legacy(load):
     assert mesh.cell_fields["a b"].tolist() == [1, 2]
     assert mesh.cell_fields["U"].shape == (2, 3)
     assert mesh.point_fields["v"].shape == (4, 3)
-    for lie, words in (
+    for change, words in (
         (("POLYGONS 2 8", "POLYGONS 2 7"), "corrupt.*POLYGONS"),
         (("POLYGONS 2 8", "POLYGONS 2 4"), "corrupt.*POLYGONS"),
         (("POINTS 4", "POINTS 100000000000"), "POINTS needs"),
@@ -320,7 +320,7 @@ def test_legacy(load):
         (("3 0 2 3", "3 0 2 z"), "POLYGONS"),
     ):
         with pytest.raises(ReadError, match=words):
-            load("a.vtk", LEGACY.replace(*lie))
+            load("a.vtk", LEGACY.replace(*change))
 
 
 def test_clouds(load, tmp_path):
@@ -354,8 +354,7 @@ def test_big_endian(load):
     assert load("a.vtp", text).points.tolist() == points.tolist()
 
 
-def test_numpy_only():
-    """The formats of every day are read without VTK, pyvista or torch."""
+def test_import_io_loads_no_vtk_and_no_torch():
     import subprocess
     import sys
 
