@@ -1,17 +1,17 @@
-"""Errors and warnings of meshshard.
+"""The tree of errors.
 
     MeshshardError
     ├── ReadError        a file or object cannot be turned into a mesh
-    ├── MeshError        a mesh is inconsistent: ids, offsets, cell sizes, coordinates
-    ├── PartitionError   no valid partition: METIS failed, wrong labels, an inconsistent plan
-    ├── StoreError       a folder of shards is incomplete, damaged, mismatched or already exists
-    ├── RenderError      this machine cannot draw
-    ├── DomainError      ranks disagree, a rank has ended, or a collective failed
-    └── NoShardRule      a sharded tensor met a function without an exact rule (meshshard.tensor)
+    ├── MeshError        a mesh is inconsistent: ids, offsets, numbers of points, coordinates
+    ├── PartitionError   no valid partition: METIS failed, or labels or a plan are invalid
+    ├── StoreError       a folder of shards is incomplete, damaged, mismatched or cannot be replaced
+    ├── RenderError      this machine cannot render
+    ├── DomainError      ranks disagree, a rank is gone, or a collective failed
+    └── NoShardRule      a function has no exact rule for sharded tensors (meshshard.tensor)
 
-    MeshWarning          the input is usable, but should be checked
+    MeshWarning          the input is usable, but something in it should be checked
 
-A message is one line: what is wrong (file, cell, array), then the remedy.
+A message is one line: what is wrong (which file, cell, array or rank), then the remedy.
 """
 
 __all__ = [
@@ -27,12 +27,12 @@ __all__ = [
 
 
 def n_of(n: int, things: str) -> str:
-    """A count with its noun, for a message: "8 ranks", "1 rank"."""
+    """A number of things in a message: "8 ranks", "1 rank"."""
     return f"{n:,} {things.removesuffix('s') if n == 1 else things}"
 
 
 class MeshshardError(Exception):
-    """Base of every error that meshshard raises on purpose."""
+    """Base class of all errors that meshshard raises."""
 
 
 class ReadError(MeshshardError):
@@ -40,24 +40,24 @@ class ReadError(MeshshardError):
 
 
 class MeshError(MeshshardError):
-    """A mesh is inconsistent."""
+    """A mesh is inconsistent: ids, offsets, numbers of points or coordinates are invalid."""
 
 
 class PartitionError(MeshshardError):
-    """No valid partition was found, or a partition is inconsistent."""
+    """No valid partition: METIS failed, or labels or a plan are invalid."""
 
 
 class StoreError(MeshshardError):
-    """A folder of shards is incomplete, damaged, mismatched or already exists."""
+    """A folder of shards is incomplete, damaged, mismatched or cannot be replaced."""
 
 
 class DomainError(MeshshardError):
-    """Ranks disagree, a rank has ended, or a collective failed."""
+    """Ranks disagree, a rank is gone, or a collective failed; names rank, operation and rows."""
 
 
 class RenderError(MeshshardError):
-    """This machine cannot draw."""
+    """This machine cannot render."""
 
 
 class MeshWarning(UserWarning):
-    """The input is usable, but should be checked."""
+    """The input is usable, but something in it should be checked."""

@@ -1,4 +1,4 @@
-"""A mesh that contradicts itself is refused, and the message says where."""
+"""An inconsistent mesh is refused, and the message names the cell, point or field."""
 
 import numpy as np
 import pytest
@@ -31,20 +31,20 @@ def test_forms_of_cells():
         ({"cells": [[0, 1, 4]]}, "cell 0 refers to point 4"),
         ({"cells": [[0, 1, 2], [0, -1, 2]]}, "cell 1 refers to point -1"),
         ({"cells": [[0, 1]]}, "cell 0 is a polygon with 2 points"),
-        ({"cells": (np.array([0, 4, 3]), np.arange(4))}, "cell 1: its offset 3 goes backwards"),
+        ({"cells": (np.array([0, 4, 3]), np.arange(4))}, "cell 1: offset 3 goes backwards"),
         ({"cells": (np.array([0, 3]), np.arange(4))}, "offset 3 does not fit"),
         ({"cells": (np.array([1, 4]), np.arange(4))}, "offsets must be"),
         ({"cell_fields": {"p": np.zeros(1)}}, "cell field 'p' has 1 row for 0 cells"),
         ({"point_fields": {"p": np.zeros(5)}}, "point field 'p' has 5 rows for 4 points"),
     ],
 )
-def test_contradictions(options, words):
+def test_inconsistent_meshes_are_refused(options, words):
     with pytest.raises(MeshError, match=words):
         from_arrays(SQUARE, **options)
 
 
 def test_points():
-    with pytest.raises(MeshError, match=r"\(n, 3\), these are \(4, 4\)"):
+    with pytest.raises(MeshError, match=r"\(n, 3\), got \(4, 4\)"):
         from_arrays(np.eye(4))
     bad = np.zeros((10, 3))
     bad[[2, 3, 5], 1] = np.nan, np.inf, -np.inf
@@ -74,7 +74,7 @@ def test_dimensions_and_faces():
         check(solid)
 
 
-def test_one_of_a_thing_is_counted_in_the_singular() -> None:
+def test_n_of_uses_the_singular_for_one() -> None:
     assert [n_of(n, "halo rows") for n in (0, 1, 2, 9794)] == [
         "0 halo rows", "1 halo row", "2 halo rows", "9,794 halo rows",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Facets: every pair of cells that shares one is found, and no other."""
+"""Facets: exactly the pairs of cells that share a facet are matched."""
 
 from itertools import combinations
 
@@ -16,7 +16,7 @@ from meshshard.mesh.facets import edges, facets, match
 
 
 def facets_by_hand(mesh):
-    """For each cell the corner sets of its facets, read off the tables one by one."""
+    """For each cell the sets of corners of its facets, from the tables, one by one."""
     out = []
     for i, number in enumerate(mesh.types):
         ids = mesh.connectivity[mesh.offsets[i] : mesh.offsets[i + 1]].tolist()
@@ -112,7 +112,7 @@ def test_quadratic_cells_share_edges_with_linear_ones():
     assert pairs_of(cell_graph(mesh)) == [(0, 1), (1, 0)]
 
 
-def test_curves_are_linked_at_their_ends():
+def test_curves_are_connected_at_their_ends():
     mesh = Mesh(
         np.zeros((5, 3)),
         np.array([0, 1, 1, 2, 3, 3, 4]),
@@ -122,12 +122,12 @@ def test_curves_are_linked_at_their_ends():
     assert pairs_of(cell_graph(mesh)) == [(0, 1), (1, 0), (1, 2), (2, 1)]
 
 
-def test_degenerate_edges_link_nothing():
+def test_degenerate_edges_connect_nothing():
     mesh = surface([[0, 1, 1], [1, 1, 2]], np.eye(3))
     assert pairs_of(cell_graph(mesh)) == []
 
 
-def test_a_facet_of_too_many_cells_is_refused_by_name():
+def test_a_facet_of_too_many_cells_is_refused():
     cells = [[0, 1, i] for i in range(2, 1503)]
     with pytest.raises(MeshError, match="1501 cells share one facet at point 0"):
         cell_graph(surface(cells, np.random.default_rng(0).random((1503, 3))))
@@ -140,7 +140,7 @@ def test_mesh_edges_of_polygons_are_their_sides(mesh):
     assert {frozenset(e) for e in zip(a.tolist(), b.tolist(), strict=True)} == sides
 
 
-def test_a_big_polygon_is_a_ring_of_points():
+def test_the_edges_of_a_polygon_form_a_cycle():
     turn = np.linspace(0, 2 * np.pi, 120, endpoint=False)
     mesh = surface([list(range(120))], np.stack([np.cos(turn), np.sin(turn), 0 * turn], axis=1))
     assert point_graph(mesh).n_edges == 240

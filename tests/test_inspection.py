@@ -1,4 +1,4 @@
-"""Inspection: oddities are found and counted, points merge only where that glues cells."""
+"""Inspection: irregularities are counted, and points are welded only if that connects cells."""
 
 import warnings
 from dataclasses import replace
@@ -13,11 +13,11 @@ from meshshard.errors import MeshWarning
 from meshshard.graph import cell_graph
 from meshshard.mesh import Mesh
 from meshshard.mesh.facets import facets, match
-from meshshard.mesh.inspection import coincident, glue, inspect, open_points, weld
+from meshshard.mesh.inspection import coincident, inspect, open_points, weld, weld_and_match
 
 
 def soup(mesh):
-    """The same cells with points of their own."""
+    """The same cells without shared points."""
     return replace(
         mesh,
         points=mesh.points[mesh.connectivity],
@@ -27,17 +27,17 @@ def soup(mesh):
 
 
 @pytest.mark.parametrize("mesh", [grid_surface(7, 5), grid_volume(3, 10), grid_volume(3, 12)])
-def test_a_soup_is_glued_into_the_mesh_it_was(mesh):
+def test_welding_restores_the_adjacency_of_cells_without_shared_points(mesh):
     with pytest.warns(MeshWarning, match="exact duplicates of earlier points merged"):
-        glued, found = glue(soup(mesh))
-    whole, parts = cell_graph(mesh), cell_graph(glued, found)
+        welded, found = weld_and_match(soup(mesh))
+    whole, parts = cell_graph(mesh), cell_graph(welded, found)
     assert np.array_equal(whole.indptr, parts.indptr)
     assert np.array_equal(whole.indices, parts.indices)
-    assert glued.points is not mesh.points
-    assert glued.n_points == len(mesh.connectivity)  # rows stay, only a map is added
+    assert welded.points is not mesh.points
+    assert welded.n_points == len(mesh.connectivity)  # all rows are kept
 
 
-def test_two_patches_side_by_side_become_one():
+def test_welding_connects_two_patches_along_their_border():
     left, right = grid_surface(3, 3), grid_surface(3, 3)
     both = Mesh(
         np.concatenate([left.points, right.points + np.array([3, 0, 0])]),
@@ -46,49 +46,49 @@ def test_two_patches_side_by_side_become_one():
         np.concatenate([left.types, right.types]),
     )
     with pytest.warns(MeshWarning, match="joins cells along 3 more facets"):
-        glued, found = glue(both)
+        welded, found = weld_and_match(both)
     assert len(found.first) == 2 * 12 + 3
-    assert glued.weld is not None
+    assert welded.weld is not None
 
 
-def test_nothing_is_merged_where_cells_are_glued_already():
+def test_connected_cells_are_not_welded():
     mesh = grid_volume(2)
-    glued, _ = glue(mesh)
-    assert glued is mesh
+    welded, _ = weld_and_match(mesh)
+    assert welded is mesh
 
 
-def test_a_weld_map_that_is_there_is_kept():
-    apart = replace(soup(grid_surface(2, 2)), weld=np.arange(16))
-    _, found = glue(apart)
+def test_an_existing_weld_is_kept():
+    mesh = replace(soup(grid_surface(2, 2)), weld=np.arange(16))
+    _, found = weld_and_match(mesh)
     assert len(found.first) == 0
 
 
-def test_a_tolerance_merges_points_of_open_edges_within_it():
+def test_points_of_open_edges_within_the_tolerance_are_welded():
     mesh = soup(grid_surface(4, 4))
     jitter = np.random.default_rng(0).uniform(-1e-7, 1e-7, mesh.points.shape)
     mesh = replace(mesh, points=mesh.points + jitter)
     found = match(facets(mesh), mesh.n_points)
-    glued = weld(mesh, 1e-6, open_points(mesh, found))
-    assert len(np.unique(glued.weld)) == 25
+    welded = weld(mesh, 1e-6, open_points(mesh, found))
+    assert len(np.unique(welded.weld)) == 25
 
 
 @given(lattice_points())
-def test_coincident_points_name_the_first_of_their_place(points):
+def test_coincident_gives_the_first_point_at_the_same_place(points):
     first = coincident(points)
     for i, p in enumerate(points):
         assert first[i] == np.flatnonzero((points == p).all(axis=1))[0]
 
 
 @given(lattice_points(), st.floats(0.1, 0.9))
-def test_a_tolerance_below_the_spacing_is_exact(points, tolerance):
+def test_a_tolerance_below_the_spacing_gives_the_exact_result(points, tolerance):
     assert np.array_equal(coincident(points, tolerance), coincident(points))
 
 
-def test_minus_zero_is_zero():
+def test_minus_zero_equals_zero():
     assert coincident(np.array([[0.0, 0, 0], [-0.0, 0, -0.0]])).tolist() == [0, 0]
 
 
-def test_oddities_are_counted():
+def test_irregularities_are_counted():
     sheet = grid_surface(4, 4)
     cells = sheet.connectivity.reshape(-1, 4).tolist()
     cells[5] = cells[5][::-1]  # turned
@@ -103,26 +103,26 @@ def test_oddities_are_counted():
     assert inspect(surface(cells[:16], sheet.points)).turned == 4
 
 
-def test_a_copy_alone_with_its_original_is_found():
+def test_a_copy_without_other_neighbors_is_found():
     assert inspect(surface([[0, 1, 2, 3], [2, 3, 0, 1]], np.eye(4)[:, :3])).copies == (1,)
     assert inspect(surface([[0, 1, 2], [0, 2, 3]], np.eye(4)[:, :3])).copies == ()
 
 
-def test_a_mesh_without_surprises_has_no_findings():
+def test_a_regular_mesh_has_no_findings():
     for mesh in (grid_surface(5, 5), grid_volume(3), grid_volume(2, 42)):
         assert inspect(mesh).findings(mesh) == []
 
 
-def test_points_of_a_cloud_at_one_place():
+def test_coincident_points_of_a_cloud_are_counted():
     cloud = Mesh(np.repeat(np.random.default_rng(0).random((10, 3)), 10, axis=0))
     (line,) = inspect(cloud).findings(cloud)
     assert "90 points coincident" in line
 
 
-def test_findings_are_warnings_of_glue():
+def test_weld_and_match_warns_of_findings():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        glue(surface([[0, 1, 2], [0, 1, 3]], np.eye(5)[:, :3]))
+        weld_and_match(surface([[0, 1, 2], [0, 1, 3]], np.eye(5)[:, :3]))
     text = " ".join(str(w.message) for w in caught)
     assert "opposite winding" in text
     assert "1 point unused" in text

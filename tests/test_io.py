@@ -1,7 +1,8 @@
-"""Files in, meshes out; what is wrong with a file is said in one line."""
+"""Reading files; an error is one line that names the file and what is wrong."""
 
 import base64
 import gzip
+import importlib
 import struct
 import warnings
 import zlib
@@ -13,6 +14,7 @@ import torch
 
 from meshshard import io
 from meshshard.errors import MeshError, MeshWarning, ReadError
+from meshshard.io.formats import FORMATS, recognize
 
 POINTS = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 0)]
 
@@ -66,7 +68,7 @@ def load(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _loud():
+def _warnings_are_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error", MeshWarning)
         yield
@@ -133,20 +135,20 @@ def test_encodings(load, how):
     assert np.array_equal(mesh.point_fields["f"], field)
 
 
-def test_lower_dimensions_are_left_out(load):
+def test_cells_of_lower_dimension_are_left_out(load):
     content = vtp(
         Verts=[(0,)], Lines=[(0, 1)], Strips=[(0, 1, 2, 3)], cell=array("Int32", "p", range(5))
     )
     with pytest.warns(MeshWarning, match=r"1 vertex, 1 line left out"):
         mesh = load("a.vtp", content)
-    # cell data follow verts, lines, polys, strips, whatever the order of the sections
+    # cell data are in the order verts, lines, polys, strips, for any order of the sections
     assert mesh.cell_fields["p"].tolist() == [2, 3, 4, 4]
     assert mesh.cell_origin.tolist() == [2, 3, 4, 4]
     assert mesh.connectivity.tolist() == [0, 1, 2, 0, 2, 3, 0, 1, 2, 2, 1, 3]
     assert mesh.types.tolist() == [7, 7, 5, 5]
 
 
-def test_vertices_are_a_cloud(load):
+def test_vertex_cells_are_read_as_a_cloud(load):
     content = vtp(polys=(), Verts=[(i,) for i in range(4)], cell=array("Int32", "p", range(4)))
     mesh = load("a.vtp", content)
     assert mesh.kind == "point cloud"
@@ -155,7 +157,7 @@ def test_vertices_are_a_cloud(load):
         load("a.vtp", vtp(polys=(), Verts=[(1,)], cell=array("Int32", "p", [1])))
 
 
-def test_ghosts_are_left_out(load):
+def test_ghost_cells_are_left_out(load):
     content = vtp(cell=array("UInt8", "vtkGhostType", [0, 1]) + array("Int32", "p", [5, 6]))
     with pytest.warns(MeshWarning, match="1 ghost cells left out"):
         mesh = load("a.vtp", content)
@@ -163,7 +165,7 @@ def test_ghosts_are_left_out(load):
     assert mesh.cell_origin.tolist() == [0]
 
 
-def test_odd_arrays(load):
+def test_unusual_arrays(load):
     cell = (
         array("Float32", "p", [1, 2]) + array("Float32", "p", [3, 4])
         + array("String", "s", [65, 0]) + array("Float32", "n", ["nan", "inf"])
@@ -173,9 +175,9 @@ def test_odd_arrays(load):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mesh = load("a.vtp", vtp(cell=cell))
-    said = "\n".join(str(w.message) for w in caught)
+    messages = "\n".join(str(w.message) for w in caught)
     for words in ("called 'p'", "'s' is not numeric", "'n' has 1 NaN and 1 inf", "array 'part_id'"):
-        assert words in said
+        assert words in messages
     assert list(mesh.cell_fields) == ["p", "p (2)", "n", "part_id", "b", "i"]
     assert mesh.cell_fields["i"].tolist() == [2**53 + 1, -1]
 
@@ -194,7 +196,7 @@ def test_odd_arrays(load):
         ("a.vtp", vtp(polys=[(0, 1, 2), (0, 9, 1)]), "cell 1 refers to point 9"),
         ("a.vtp", vtp(polys=[(0, -5, 2)]), "cell 0 refers to point -5"),
         ("a.vtp", vtp(polys=[(0, 1)]), "cell 0 is a polygon with 2 points"),
-        ("a.vtp", vtp(cell=array("Float32", "p", [1])), "'p' holds 1 values .* 2"),
+        ("a.vtp", vtp(cell=array("Float32", "p", [1])), "'p' holds 1 .* declares 2"),
         ("a.vtp", vtp(cell=array("Float32", "p", ["x", "y"])), "'p' is damaged"),
         ("a.vtp", vtp(points=[(0, 0, 0), (1, 0, "nan"), (0, 1, 0), (1, 1, 1)]), "ids 1"),
         ("a.vtp", vtp().replace('Points="4"', 'Points="100000000000"'), "declares 300000000000"),
@@ -207,7 +209,7 @@ def test_odd_arrays(load):
         ("a.obj", "v 0 0 0\nv 1 0 0\nv 0 1 0\nf 1 2 9\n", "refers to point 8"),
         ("a.stl", "solid a\nendsolid a\n", "empty: no triangle"),
         ("a.stl", "solid a\nfacet normal 0 0 1\nouter loop\nvertex 0 0 0\n", "truncated"),
-        ("a.stl", b"x" * 80 + struct.pack("<I", 10) + b"\0" * 100, "declares 10 triangles, 2 are"),
+        ("a.stl", b"x" * 80 + struct.pack("<I", 10) + b"\0" * 100, "declares 10 .* has 2:"),
         ("a.csv", "x,y,z,p\n0,0,0,1\n1,,0,2\n", "line 3"),
         ("a.csv", "x,y,z,p\n0,0,0,1\n1,0,0\n", "line 3 has 3 columns"),
         ("a.csv", "a,b\n0,0\n", "no columns x, y, z"),
@@ -216,7 +218,7 @@ def test_odd_arrays(load):
         ("a.vtp.gz", gzip.compress(vtp().encode())[:-20], "gz"),
     ],
 )  # fmt: skip
-def test_rejected(load, name, content, words):
+def test_bad_files_are_refused(load, name, content, words):
     with pytest.raises((ReadError, MeshError), match=words) as caught:
         load(name, content)
     assert name in str(caught.value)
@@ -230,7 +232,7 @@ def test_missing_file_and_folder(tmp_path):
         io.read(tmp_path)
 
 
-def test_gzip_and_strange_names(load):
+def test_gzip_and_unusual_file_names(load):
     assert load("a.vtp.gz", gzip.compress(vtp().encode())).n_cells == 2
     assert load("d ü #/日本 'q\".vtp", vtp()).n_cells == 2
     assert load("grid.vtp", vtu([(0, 1, 2)], [5])).types.tolist() == [5]
@@ -310,7 +312,7 @@ def test_legacy(load):
     assert mesh.cell_fields["a b"].tolist() == [1, 2]
     assert mesh.cell_fields["U"].shape == (2, 3)
     assert mesh.point_fields["v"].shape == (4, 3)
-    for lie, words in (
+    for change, words in (
         (("POLYGONS 2 8", "POLYGONS 2 7"), "corrupt.*POLYGONS"),
         (("POLYGONS 2 8", "POLYGONS 2 4"), "corrupt.*POLYGONS"),
         (("POINTS 4", "POINTS 100000000000"), "POINTS needs"),
@@ -318,7 +320,7 @@ def test_legacy(load):
         (("3 0 2 3", "3 0 2 z"), "POLYGONS"),
     ):
         with pytest.raises(ReadError, match=words):
-            load("a.vtk", LEGACY.replace(*lie))
+            load("a.vtk", LEGACY.replace(*change))
 
 
 def test_clouds(load, tmp_path):
@@ -352,8 +354,7 @@ def test_big_endian(load):
     assert load("a.vtp", text).points.tolist() == points.tolist()
 
 
-def test_numpy_only():
-    """The formats of every day are read without VTK, pyvista or torch."""
+def test_import_io_loads_no_vtk_and_no_torch():
     import subprocess
     import sys
 
@@ -376,3 +377,44 @@ def test_image(load):
     with pytest.raises(ReadError, match="without any array"):
         load("a.vti", text.replace("0 2 0 1", "0 99999 0 99999").split("<CellData>")[0]
              + "</Piece></ImageData></VTKFile>")  # fmt: skip
+
+
+@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
+def test_every_format_has_a_reader_and_suffixes(row):
+    module, function = row.reader.split(":")
+    assert callable(getattr(importlib.import_module(f"meshshard.io.{module}"), function))
+    assert row.suffixes == tuple(suffix.lower().lstrip(".") for suffix in row.suffixes)
+    assert sum(other.name == row.name for other in FORMATS) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.msh", b"$MeshFormat", "Gmsh"),
+        ("a.msh", b'(0 "Fluent")', "Fluent"),
+        ("a.inp", b"*HEADING", "Abaqus"),
+        ("a.inp", b"8 6 0", "AVS UCD"),
+        ("a.cgns", b"\x89HDF\r\n\x1a\n", "CGNS"),
+        ("a.hdf", b"\x89HDF\r\n\x1a\n", "VTKHDF"),
+        ("a.stl", b"\xef\xbb\xbf <?xml version", "VTK XML"),
+        ("mesh", b"# vtk DataFile Version 3.0", "VTK legacy"),
+        ("a.foam", b"", "OpenFOAM"),
+    ],
+)
+def test_content_and_suffix_identify_the_format(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    assert recognize(tmp_path / name).name == expected
+
+
+def test_lz4(tmp_path):
+    import pyvista as pv
+    from vtkmodules.vtkIOXML import vtkXMLPolyDataWriter
+
+    ball = pv.Sphere()
+    writer = vtkXMLPolyDataWriter()
+    writer.SetCompressorTypeToLZ4()
+    writer.SetInputData(ball)
+    writer.SetFileName(str(tmp_path / "a.vtp"))
+    writer.Write()
+    assert b"vtkLZ4DataCompressor" in (tmp_path / "a.vtp").read_bytes()[:500]
+    assert np.array_equal(io.read(tmp_path / "a.vtp").points, ball.points)

@@ -1,4 +1,4 @@
-"""Mesh: geometry of cells in numpy, against formulas that one can check by hand."""
+"""Mesh: geometry of cells, compared with simple formulas."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_area_vectors_are_half_the_sum_of_cross_products(mesh):
         assert np.allclose(area, fan, atol=1e-12)
 
 
-def test_many_cells_are_taken_in_chunks():
+def test_more_than_one_chunk_of_cells():
     mesh = grid_surface(300, 150)  # 45,000 cells, more than one chunk
     assert np.array_equal(mesh.areas(), np.ones(45_000))
     assert np.array_equal(mesh.normals(), np.tile([0.0, 0, 1], (45_000, 1)))
@@ -47,11 +47,11 @@ def test_a_cell_without_area_has_no_normal():
 
 
 def test_a_volume_has_no_surface_areas():
-    with pytest.raises(MeshError, match="areas need a surface, this is a volume"):
+    with pytest.raises(MeshError, match="areas need a surface, got a volume"):
         grid_volume(1).areas()
 
 
-def test_positions_far_away_survive_single_precision():
+def test_positions_far_from_the_origin_keep_their_precision_in_float32():
     near = np.random.default_rng(0).random((50, 3))
     cloud = Mesh(near + 1e7)
     assert len(np.unique(cloud.points.astype(np.float32), axis=0)) < 10
@@ -60,7 +60,7 @@ def test_positions_far_away_survive_single_precision():
     assert np.allclose(relative + cloud.offset, cloud.points, rtol=0, atol=1e-6)
 
 
-def test_positions_near_the_origin_are_left_alone():
+def test_positions_near_the_origin_have_no_offset():
     cloud = Mesh(np.random.default_rng(0).random((50, 3)) + 10)
     assert not cloud.offset.any()
     assert np.array_equal(cloud.positions("points"), cloud.points)

@@ -1,4 +1,4 @@
-"""Whatever the bytes are: a mesh or one clear error, never a dead process."""
+"""Damaged files give a mesh or one clear error; they never crash or stop the process."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ for _ in range(rounds):
 
 
 def seeds(folder):
-    """Small good files of every kind that is read without a child process."""
+    """Small valid files of all formats that are read without a child process."""
     ball = pv.Sphere(theta_resolution=4, phi_resolution=4)
     ball.cell_data["p"] = np.arange(ball.n_cells, dtype=np.float32)
     solid, image = pv.examples.cells.Polyhedron(), pv.ImageData(dimensions=(3, 3, 2))
@@ -63,7 +63,7 @@ def seeds(folder):
     return sorted(folder.iterdir())
 
 
-def test_mutants(tmp_path):
+def test_mutated_files_never_crash(tmp_path):
     (tmp_path / "good").mkdir()
     for good in seeds(tmp_path / "good"):
         mutant = tmp_path / f"mutant{good.suffix}"
@@ -73,8 +73,7 @@ def test_mutants(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_cut_is_noticed(tmp_path):
-    """A copy that was interrupted anywhere is refused."""
+def test_a_truncated_file_is_refused(tmp_path):
     path = tmp_path / "a.vtp"
     io.write(io.from_pyvista(pv.Sphere(theta_resolution=4, phi_resolution=4)), path)
     data = path.read_bytes()
@@ -113,13 +112,12 @@ def test_meshio(tmp_path):
         io.read(tmp_path / "a.msh")
 
 
-def test_a_reader_that_dies_or_hangs(tmp_path, monkeypatch):
-
+def test_a_reader_that_crashes_or_hangs_is_an_error(tmp_path, monkeypatch):
     path = tmp_path / "a.case"
     path.write_text("FORMAT")
     fake = tmp_path / "python"
     monkeypatch.setattr(sys, "executable", str(fake))
-    monkeypatch.setattr(child, "PATIENCE", 0.5)
+    monkeypatch.setattr(child, "TIME_LIMIT", 0.5)
     for text, words in (("kill -SEGV $$", "SIGSEGV"), ("exec sleep 9", "did not end within"),
                         ("echo no >&2; exit 3", "failed: no")):  # fmt: skip
         fake.write_text(f"#!/bin/sh\n{text}\n")
@@ -168,7 +166,7 @@ def test_lines_and_strips_in_memory():
 
 
 def test_openfoam_marker(tmp_path):
-    """An empty .foam stands for the case around it; without a case that is an error."""
+    """An empty .foam file stands for the case in its folder; without a case it is an error."""
     marker = Path(tmp_path / "case.foam")
     marker.touch()
     with pytest.raises(ReadError, match=r"case\.foam"):

@@ -1,4 +1,4 @@
-"""STL, PLY and OBJ: every file is parsed at once, and gives what a slow walk gives."""
+"""STL, PLY and OBJ: parsing in bulk gives the same result as parsing line by line."""
 
 import struct
 from pathlib import Path
@@ -94,7 +94,7 @@ def obj_lines(draw):
 
 @given(obj_lines())
 @settings(max_examples=400, deadline=None)
-def test_obj_at_once_is_obj_by_line(text):
+def test_obj_in_bulk_equals_obj_by_line(text):
     text = text.encode()
     try:
         points, *cells = obj._at_once(text)
@@ -106,8 +106,8 @@ def test_obj_at_once_is_obj_by_line(text):
         assert [a.tolist() for a in mine] == [a.tolist() for a in other]
 
 
-def test_obj_of_many_kinds(load):
-    """What orderly files hold does not need the slow walk."""
+def test_obj_with_many_kinds_of_lines(load):
+    """All kinds of lines of regular files are parsed in bulk."""
     text = "# c\nv 0 0 0\n v 1 0 0 1\nvn 0 0 1\nv 1 1 0\nf 1//1 2//1 3//1\nv 0 1 0\nl 1 2\n"
     text += "l 1 2 3\nf -4 -2/7 -1\nf 1/1/1 2/2/2 3 4"
     assert obj._at_once(text.encode()).faces[0].tolist() == [0, 1, 2, 0, 2, 3, 0, 1, 2, 3]

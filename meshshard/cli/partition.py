@@ -365,9 +365,9 @@ def _with_options(mesh: Mesh, job: Job) -> Mesh:
         return replace(mesh, weld=np.arange(mesh.n_points))
     merged = weld(mesh, job.weld, open_points(mesh, match(facets(mesh), mesh.n_points)))
     if merged.weld is not None:
-        count = int((merged.weld != np.arange(mesh.n_points)).sum())
         warnings.warn(
-            f"{mesh.name}: {n_of(count, 'points')} on open edges merged within {job.weld:g}",
+            f"{mesh.name}: {n_of(merged.n_welded, 'points')} on open edges merged within "
+            f"{job.weld:g}",
             MeshWarning,
             stacklevel=2,
         )

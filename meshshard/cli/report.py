@@ -156,11 +156,11 @@ def _prove(path: str | Path) -> str:
         folder = store.load(path).check()
         return f"{n_of(folder.k, 'shards')}, all checksums and the exchange plan are correct"
     from meshshard import io
-    from meshshard.mesh.inspection import glue, inspect
+    from meshshard.mesh.inspection import inspect, weld_and_match
 
     mesh = io.read(path)
     if mesh.n_cells:
-        glue(mesh)
+        weld_and_match(mesh)
     else:
         for line in inspect(mesh).findings(mesh):
             warnings.warn(line, MeshWarning, stacklevel=2)

@@ -1,6 +1,6 @@
-"""Readers written in C++ run in a child process: what kills or stops them must not kill us.
+"""Reading in a child process: a crash or a hang of VTK or meshio does not end this process.
 
-The child gets the names of two files on its command line and writes plain arrays to the second.
+The child gets the paths of two files on its command line and writes plain arrays to the second.
 """
 
 from __future__ import annotations
@@ -24,34 +24,36 @@ from meshshard.processes import die_with_parent, how_it_ended
 
 __all__ = ["read_in_child", "serve"]
 
-PATIENCE = 100.0  # seconds for any file
-RATE = 1e5  # bytes a second that the slowest ascii reader does
-ARRAYS = ("points", "connectivity", "offsets", "types")  # of a Dataset, as are these
+TIME_LIMIT = 100.0  # seconds for any file
+RATE = 1e5  # bytes per second of the slowest ascii reader
+ARRAYS = ("points", "connectivity", "offsets", "types")  # attributes of a Dataset
 FIELDS = ("point_fields", "cell_fields")
 
 
 def read_in_child(path: Path, time: float | None = None) -> list[Dataset]:
-    """The leaves of a file, read by `meshshard.io.files.serve_foreign` in a child process.
+    """The data sets of a file, read by `foreign.serve_foreign` in a child process.
 
     Args:
         path: the file.
-        time: the step to take.
+        time: the time step to read.
 
     Raises:
-        ReadError: the child says so, ends by a signal, or takes too long.
+        ReadError: the child cannot read the file, is killed by a signal, or takes too long.
     """
-    limit = PATIENCE + path.stat().st_size / RATE
+    limit = TIME_LIMIT + path.stat().st_size / RATE
     with TemporaryDirectory(prefix="meshshard-") as folder:
-        out = Path(folder) / "leaves.npz"
+        out = Path(folder) / "datasets.npz"
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            "from meshshard.io.files import serve_foreign; serve_foreign(*sys.argv[1:])"
+            "from meshshard.io.foreign import serve_foreign; serve_foreign(*sys.argv[1:])"
         )
         command = [sys.executable, "-c", code, str(path), str(out), json.dumps(time)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=limit, check=False)
         except subprocess.TimeoutExpired:
-            raise ReadError(f"{path}: its reader did not end within {limit:.0f} s") from None
+            raise ReadError(
+                f"{path}: its reader did not end within {limit:.0f} s; is the file damaged?"
+            ) from None
         if done.returncode or not out.exists():
             ended = how_it_ended(done.returncode, done.stderr)
             raise ReadError(f"{path}: its reader {ended}; is the file damaged?")
@@ -59,58 +61,50 @@ def read_in_child(path: Path, time: float | None = None) -> list[Dataset]:
 
 
 def serve(read: Callable[[], list[Dataset]], out: Path) -> None:
-    """In the child: read, and write the leaves, or what went wrong, to a file."""
+    """In the child: call `read`, and write its data sets, warnings and error to a file."""
     die_with_parent()
-    leaves: list[Dataset] = []
-    fault = ""
+    datasets: list[Dataset] = []
+    failure = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            leaves = read()
+            datasets = read()
         except MeshshardError as error:
-            fault = str(error)
-    said = [str(w.message) for w in caught]
-    _pack(leaves, {"fault": fault, "said": said}, out)
+            failure = str(error)
+    header = {"error": failure, "warnings": [str(w.message) for w in caught]}
+    _pack(datasets, header, out)
 
 
-def _pack(leaves: list[Dataset], note: dict[str, Any], out: Path) -> None:
+def _pack(datasets: list[Dataset], header: dict[str, Any], out: Path) -> None:
     arrays: dict[str, Any] = {}
-    notes: list[dict[str, Any]] = []
-    for i, leaf in enumerate(leaves):
+    headers: list[dict[str, Any]] = []
+    for i, dataset in enumerate(datasets):
         for key in ARRAYS:
-            arrays[f"{i}.{key}"] = getattr(leaf, key)
-        for key in Faces._fields if leaf.faces is not None else ():
-            arrays[f"{i}.faces.{key}"] = getattr(leaf.faces, key)
+            arrays[f"{i}.{key}"] = getattr(dataset, key)
+        for key in Faces._fields if dataset.faces is not None else ():
+            arrays[f"{i}.faces.{key}"] = getattr(dataset.faces, key)
         for kind in FIELDS:
-            for j, values in enumerate(getattr(leaf, kind).values()):
+            for j, values in enumerate(getattr(dataset, kind).values()):
                 arrays[f"{i}.{kind}.{j}"] = values
-        notes.append(
-            {
-                "block": leaf.block,
-                "faces": leaf.faces is not None,
-                **{kind: list(getattr(leaf, kind)) for kind in FIELDS},
-            }
-        )
-    np.savez(out, note=np.array(json.dumps({**note, "leaves": notes})), **arrays)
+        names = {kind: list(getattr(dataset, kind)) for kind in FIELDS}
+        headers.append({"block": dataset.block, "faces": dataset.faces is not None, **names})
+    np.savez(out, header=np.array(json.dumps({**header, "datasets": headers})), **arrays)
 
 
 def _unpack(out: Path) -> list[Dataset]:
     with np.load(out, allow_pickle=False) as file:
-        note = json.loads(str(file["note"]))
-        for message in note["said"]:
+        header = json.loads(str(file["header"]))
+        for message in header["warnings"]:
             warn(message)
-        if note["fault"]:
-            raise ReadError(note["fault"])
-        return [_leaf(file, i, its) for i, its in enumerate(note["leaves"])]
+        if header["error"]:
+            raise ReadError(header["error"])
+        return [_dataset(file, i, own) for i, own in enumerate(header["datasets"])]
 
 
-def _leaf(file: Any, i: int, note: dict[str, Any]) -> Dataset:
+def _dataset(file: Any, i: int, header: dict[str, Any]) -> Dataset:
     arrays: dict[str, Any] = {key: file[f"{i}.{key}"] for key in ARRAYS}
-    fields: dict[str, Any] = {
-        kind: {name: file[f"{i}.{kind}.{j}"] for j, name in enumerate(note[kind])}
-        for kind in FIELDS
-    }
-    faces = [file[f"{i}.faces.{key}"] for key in Faces._fields] if note["faces"] else None
-    return Dataset(
-        **arrays, **fields, faces=None if faces is None else Faces(*faces), block=note["block"]
-    )
+    if header["faces"]:
+        arrays["faces"] = Faces(*(file[f"{i}.faces.{key}"] for key in Faces._fields))
+    for kind in FIELDS:
+        arrays[kind] = {name: file[f"{i}.{kind}.{j}"] for j, name in enumerate(header[kind])}
+    return Dataset(**arrays, block=header["block"])

@@ -1,7 +1,7 @@
-"""Dataset: one leaf of a file as it is stored; `assemble` makes a Mesh of the leaves.
+"""Dataset: one data set of a file as it is stored; `to_mesh` converts all of a file to a Mesh.
 
-A file may mix dimensions, hold strips, pixels, ghosts and several blocks. A `Mesh` has cells of one
-dimension and plain types. Everything that is left out on the way is counted and named.
+A file may mix dimensions and hold strips, pixels, ghost cells and several blocks. A `Mesh` has
+cells of one dimension, without strips, pixels and voxels. A warning counts what is left out.
 """
 
 from __future__ import annotations
@@ -14,44 +14,43 @@ import numpy as np
 
 from meshshard.errors import ReadError
 from meshshard.mesh import Array, Faces, Mesh
-from meshshard.mesh.cells import QUAD, TRIANGLE
-from meshshard.mesh.checks import (
+from meshshard.mesh.cells import (
     EMPTY,
+    HEXAHEDRON,
     PIXEL,
+    QUAD,
     STRIP,
+    TRIANGLE,
     VOXEL,
-    check_cells,
-    check_points,
     dimensions,
-    kinds,
     type_name,
-    warn,
-    warn_fields,
+    types_present,
 )
-from meshshard.mesh.ragged import gather_rows, offsets_of
+from meshshard.mesh.checks import check_cells, check_points, warn, warn_fields
+from meshshard.mesh.ragged import gather_rows, no_rows, offsets_of
 
-__all__ = ["Dataset", "assemble", "free_name"]
+__all__ = ["Dataset", "free_name", "to_mesh"]
 
 Fields = dict[str, Array]
 GHOST = "vtkGhostType"
-OURS = ("part_id", "shard", "shard_id", "global_id", "halo")  # arrays that meshshard writes
-SWAPPED = {PIXEL: (QUAD, [0, 1, 3, 2]), VOXEL: (12, [0, 1, 3, 2, 4, 5, 7, 6])}
-
-
-def _no_ids() -> Array:
-    return np.zeros(0, np.int64)
+RESERVED = ("part_id", "shard", "shard_id", "global_id", "halo")  # arrays that meshshard writes
+REORDERED = {  # type in the file: type in a Mesh, and its points in terms of the stored ones
+    PIXEL: (QUAD, [0, 1, 3, 2]),
+    VOXEL: (HEXAHEDRON, [0, 1, 3, 2, 4, 5, 7, 6]),
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """One leaf: points (n, 3), cells of any dimension (CSR, VTK types), fields, block name.
+    """One data set: points (n, 3), cells of any dimension (CSR, VTK types), fields, block name.
 
-    `rows` is the row of each cell in the leaf, None while no cell was left out or split.
+    `rows` is the row of each cell in the data set of the file; None if no cell was left out or
+    split.
     """
 
     points: Array
-    connectivity: Array = field(default_factory=_no_ids)
-    offsets: Array = field(default_factory=lambda: np.zeros(1, np.int64))
+    connectivity: Array = field(default_factory=lambda: no_rows()[0])
+    offsets: Array = field(default_factory=lambda: no_rows()[1])
     types: Array = field(default_factory=lambda: np.zeros(0, np.uint8))
     faces: Faces | None = None
     point_fields: Fields = field(default_factory=dict)
@@ -62,196 +61,191 @@ class Dataset:
     @property
     def dim(self) -> int:
         """Highest dimension of the cells; -1 without cells."""
-        return max((int(dimensions(np.array(kind))) for kind in kinds(self.types)), default=-1)
+        return max((int(dimensions(t)) for t in types_present(self.types)), default=-1)
 
 
-def assemble(leaves: Iterable[Dataset], name: str) -> Mesh:
-    """One checked mesh of all leaves of a file: the cells of the highest dimension.
+def to_mesh(datasets: Iterable[Dataset], name: str) -> Mesh:
+    """One checked mesh of all data sets of a file, with the cells of the highest dimension.
 
     Args:
-        leaves: as stored, in file order.
-        name: what to call the mesh in messages.
+        datasets: as stored, in file order.
+        name: name of the mesh in messages.
 
     Returns:
-        A mesh whose cells and points follow the order of the leaves.
+        A mesh whose cells and points are in file order.
 
     Raises:
-        ReadError: there is nothing to read.
-        MeshError: ids, offsets, arities or coordinates are wrong.
+        ReadError: the file has no points, or all cells are ghost cells.
+        MeshError: ids, offsets, numbers of points or coordinates are invalid.
     """
-    full = [leaf for leaf in leaves if len(leaf.points)]
-    if not full:
+    stored = [dataset for dataset in datasets if len(dataset.points)]
+    if not stored:
         raise ReadError(f"{name}: empty: no points, so there is nothing to partition")
-    for leaf in full:
-        check_cells(leaf, len(leaf.points), _called(leaf, name))
-    owned = [_without_ghosts(leaf, name) for leaf in full]
-    dim = max(leaf.dim for leaf in owned)
-    _warn_left_out(owned, dim, name)
-    starts = offsets_of(np.array([len(leaf.types) for leaf in full]))
+    for dataset in stored:
+        where = f"{name} (block '{dataset.block}')" if dataset.block else name
+        check_cells(dataset, len(dataset.points), where)
+    kept = [_without_ghosts(dataset, name) for dataset in stored]
+    dim = max(dataset.dim for dataset in kept)
+    _warn_left_out(kept, dim, name)
+    starts = offsets_of(np.array([len(dataset.types) for dataset in stored]))
     pairs = [
-        (_plain(leaf, dim), start)
-        for leaf, start in zip(owned, starts, strict=False)
-        if leaf.dim == dim or dim < 1
+        (_of_dimension(dataset, dim), start)
+        for dataset, start in zip(kept, starts, strict=False)
+        if dataset.dim == dim or dim < 1
     ]
     if dim < 1:
-        return _finish(_join([(_cloud(leaf, name), at) for leaf, at in pairs], name))
-    return _finish(_join(pairs, name))
-
-
-def _called(leaf: Dataset, name: str) -> str:
-    return f"{name} (block '{leaf.block}')" if leaf.block else name
-
-
-def _finish(mesh: Mesh) -> Mesh:
-    check_points(mesh.points, mesh.name)
+        pairs = [(_cloud(dataset, name), start) for dataset, start in pairs]
+    mesh = _concatenated(pairs, name)
+    check_points(mesh.points, name)
     warn_fields(mesh)
-    for array in OURS:
+    for array in RESERVED:
         if array in mesh.cell_fields or array in mesh.point_fields:
-            warn(f"{mesh.name}: already has an array '{array}'; it is kept under its own name")
+            warn(f"{name}: already has an array '{array}', a name that meshshard uses; it is kept")
     return mesh
 
 
-def _without_ghosts(leaf: Dataset, name: str) -> Dataset:
-    """Cells flagged by vtkGhostType belong to another piece: leave them out."""
-    points, cells = dict(leaf.point_fields), dict(leaf.cell_fields)
+def _without_ghosts(dataset: Dataset, name: str) -> Dataset:
+    """Remove the cells that vtkGhostType marks as copies of those of another piece."""
+    points, cells = dict(dataset.point_fields), dict(dataset.cell_fields)
     if points.pop(GHOST, np.zeros(0)).any():
         warn(f"{name}: point array {GHOST} (ghost points) is ignored")
     ghost = cells.pop(GHOST, None)
-    leaf = replace(leaf, point_fields=points, cell_fields=cells)
+    dataset = replace(dataset, point_fields=points, cell_fields=cells)
     if ghost is None or not (ghost > 0).any():
-        return leaf
+        return dataset
     keep = np.flatnonzero(ghost == 0)
     warn(f"{name}: {len(ghost) - len(keep)} ghost cells left out ({GHOST} > 0)")
     if not len(keep):
         raise ReadError(
-            f"{name}: all {len(ghost)} cells are ghosts ({GHOST} > 0); nothing is owned"
+            f"{name}: all {len(ghost)} cells are ghost cells ({GHOST} > 0); read the piece that "
+            "owns them"
         )
-    return _take(leaf, keep)
+    return _take(dataset, keep)
 
 
-def _warn_left_out(leaves: Sequence[Dataset], dim: int, name: str) -> None:
-    """Name the cells whose dimension is lower than that of the mesh."""
+def _warn_left_out(datasets: Sequence[Dataset], dim: int, name: str) -> None:
+    """Warn about cells of a lower dimension than the mesh, with the number of each type."""
     seen: Counter[int] = Counter()
-    for leaf in leaves:
-        low = [kind for kind in kinds(leaf.types) if _lower(kind, dim)]
-        seen.update({kind: int(np.count_nonzero(leaf.types == kind)) for kind in low})
+    for dataset in datasets:
+        low = [number for number in types_present(dataset.types) if _is_lower(number, dim)]
+        seen.update({number: int(np.count_nonzero(dataset.types == number)) for number in low})
     if seen:
-        words = ", ".join(f"{n} {type_name(kind)}" for kind, n in sorted(seen.items()))
+        counts = ", ".join(f"{n} {type_name(number)}" for number, n in sorted(seen.items()))
         kept = ("vertices", "curves", "surface cells", "volume cells")[max(dim, 0)]
-        warn(f"{name}: mixed dimensions: {words} left out; only the {kept} are kept")
+        warn(f"{name}: mixed dimensions: {counts} left out; only the {kept} are kept")
 
 
-def _lower(kind: int, dim: int) -> bool:
-    return kind == EMPTY or int(dimensions(np.array(kind))) < dim
+def _is_lower(number: int, dim: int) -> bool:
+    return number == EMPTY or int(dimensions(number)) < dim
 
 
-def _take(leaf: Dataset, rows: Array) -> Dataset:
-    """The cells `rows` of a leaf; all its points."""
-    connectivity, offsets = gather_rows(leaf.connectivity, leaf.offsets, rows)
+def _take(dataset: Dataset, rows: Array) -> Dataset:
+    """The cells `rows` of a data set, with all its points."""
+    connectivity, offsets = gather_rows(dataset.connectivity, dataset.offsets, rows)
     return replace(
-        leaf,
+        dataset,
         connectivity=connectivity,
         offsets=offsets,
-        types=leaf.types[rows],
-        faces=_take_faces(leaf.faces, rows),
-        cell_fields={k: v[rows] for k, v in leaf.cell_fields.items()},
-        rows=rows if leaf.rows is None else leaf.rows[rows],
+        types=dataset.types[rows],
+        faces=None if dataset.faces is None else dataset.faces.take(rows),
+        cell_fields={name: values[rows] for name, values in dataset.cell_fields.items()},
+        rows=rows if dataset.rows is None else dataset.rows[rows],
     )
 
 
-def _take_faces(faces: Faces | None, rows: Array) -> Faces | None:
-    if faces is None:
-        return None
-    of, cell_offsets = gather_rows(np.arange(len(faces.offsets) - 1), faces.cell_offsets, rows)
-    connectivity, offsets = gather_rows(faces.connectivity, faces.offsets, of)
-    return Faces(cell_offsets, offsets, connectivity)
+def _of_dimension(dataset: Dataset, dim: int) -> Dataset:
+    """The cells of one dimension, with the types that a Mesh may have."""
+    if any(_is_lower(number, dim) for number in types_present(dataset.types)):
+        keep = (dimensions(dataset.types) == dim) & (dataset.types != EMPTY)
+        dataset = _take(dataset, np.flatnonzero(keep))
+    present = types_present(dataset.types)
+    if STRIP in present:
+        dataset = _split_strips(dataset)
+    for number in REORDERED:
+        if number in present:
+            dataset = _reorder(dataset, number)
+    return dataset
 
 
-def _plain(leaf: Dataset, dim: int) -> Dataset:
-    """Only the cells of one dimension; strips cut, pixels and voxels turned."""
-    present = kinds(leaf.types)
-    if any(_lower(kind, dim) for kind in present):
-        keep = (dimensions(leaf.types) == dim) & (leaf.types != EMPTY)
-        leaf = _take(leaf, np.flatnonzero(keep))
-    if STRIP in present and dim == 2:
-        leaf = _cut_strips(leaf)
-    for kind, (plain, order) in SWAPPED.items():
-        if kind in present and (leaf.types == kind).any():
-            leaf = _turn(leaf, kind, plain, order)
-    return leaf
+def _split_strips(dataset: Dataset) -> Dataset:
+    """Split triangle strips: m points make m - 2 triangles, every second one reversed.
 
-
-def _cut_strips(leaf: Dataset) -> Dataset:
-    """A strip of m points becomes m - 2 triangles, every second one turned; values spread."""
-    counts = np.diff(leaf.offsets)
-    strip = leaf.types == STRIP
-    pieces = np.where(strip, counts - 2, 1)
-    first = offsets_of(pieces)
-    rows = np.repeat(np.arange(len(pieces)), pieces)
-    within = np.arange(first[-1]) - first[rows]
-    taken = _take(leaf, rows)
+    Every triangle gets the fields of its strip.
+    """
+    counts = np.diff(dataset.offsets)
+    strip = dataset.types == STRIP
+    n_cells = np.where(strip, counts - 2, 1)
+    first = offsets_of(n_cells)
+    rows = np.repeat(np.arange(len(n_cells)), n_cells)
+    step = np.arange(first[-1]) - first[rows]  # number of the triangle in its strip
     size = np.where(strip[rows], 3, counts[rows])
     offsets = offsets_of(size)
-    place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], size)
-    cut, odd = np.repeat(strip[rows], size), np.repeat(within % 2 == 1, size)
-    place = np.where(cut & odd & (place < 2), 1 - place, place)
-    at = np.repeat(leaf.offsets[rows] + np.where(strip[rows], within, 0), size) + place
-    types = np.where(strip[rows], TRIANGLE, leaf.types[rows]).astype(np.uint8)
-    return replace(taken, connectivity=leaf.connectivity[at], offsets=offsets, types=types)
+    corner = np.arange(offsets[-1]) - np.repeat(offsets[:-1], size)
+    is_strip, odd = np.repeat(strip[rows], size), np.repeat(step % 2 == 1, size)
+    corner = np.where(is_strip & odd & (corner < 2), 1 - corner, corner)
+    at = np.repeat(dataset.offsets[rows] + np.where(strip[rows], step, 0), size) + corner
+    types = np.where(strip[rows], TRIANGLE, dataset.types[rows]).astype(np.uint8)
+    taken = _take(dataset, rows)
+    return replace(taken, connectivity=dataset.connectivity[at], offsets=offsets, types=types)
 
 
-def _turn(leaf: Dataset, kind: int, plain: int, order: list[int]) -> Dataset:
-    """Give the cells of one type the point order of another."""
-    cells = np.flatnonzero(leaf.types == kind)
-    connectivity, types = leaf.connectivity.copy(), leaf.types.copy()
-    start = leaf.offsets[cells][:, None]
-    connectivity[start + np.arange(len(order))] = leaf.connectivity[start + order]
+def _reorder(dataset: Dataset, number: int) -> Dataset:
+    """Convert the cells of one type to another type that orders its points differently."""
+    plain, order = REORDERED[number]
+    cells = np.flatnonzero(dataset.types == number)
+    connectivity, types = dataset.connectivity.copy(), dataset.types.copy()
+    start = dataset.offsets[cells][:, None]
+    connectivity[start + np.arange(len(order))] = dataset.connectivity[start + order]
     types[cells] = plain
-    return replace(leaf, connectivity=connectivity, types=types)
+    return replace(dataset, connectivity=connectivity, types=types)
 
 
-def _cloud(leaf: Dataset, name: str) -> Dataset:
-    """Points without cells; the fields of one vertex cell a point become point fields."""
-    points = dict(leaf.point_fields)
-    if leaf.cell_fields:
-        n = len(leaf.points)
-        if len(leaf.types) == n and np.array_equal(leaf.connectivity, np.arange(n)):
-            for key, values in leaf.cell_fields.items():
+def _cloud(dataset: Dataset, name: str) -> Dataset:
+    """Points without cells; if there is one vertex cell per point, cell fields are kept too."""
+    points = dict(dataset.point_fields)
+    if dataset.cell_fields:
+        n = len(dataset.points)
+        if len(dataset.types) == n and np.array_equal(dataset.connectivity, np.arange(n)):
+            for key, values in dataset.cell_fields.items():
                 points[key if key not in points else f"{key} (cells)"] = values
         else:
             warn(
-                f"{name}: vertex cells are not one a point in order; their fields are left out: "
-                + ", ".join(leaf.cell_fields)
+                f"{name}: the vertex cells are not one per point, in order; their fields are left "
+                "out: " + ", ".join(dataset.cell_fields)
             )
-    return Dataset(leaf.points, point_fields=points, block=leaf.block)
+    return Dataset(dataset.points, point_fields=points, block=dataset.block)
 
 
-def _join(pairs: Sequence[tuple[Dataset, int]], name: str) -> Mesh:
-    """Leaves one after the other; `pairs` holds each with the file row of its first cell."""
-    leaves = [leaf for leaf, _ in pairs]
-    points = np.concatenate([d.points for d in leaves]) if len(leaves) > 1 else leaves[0].points
+def _concatenated(pairs: Sequence[tuple[Dataset, int]], name: str) -> Mesh:
+    """One mesh of several data sets, each given with the row in the file of its first cell."""
+    datasets = [dataset for dataset, _ in pairs]
+    points = _joined([d.points for d in datasets])
     if points.dtype.kind != "f":
         points = points.astype(np.float64)
-    connectivity, offsets = _joined_runs(
-        [(d.connectivity, d.offsets, len(d.points)) for d in leaves]
+    connectivity, offsets = _joined_rows(
+        [(d.connectivity, d.offsets, len(d.points)) for d in datasets]
     )
-    types = leaves[0].types if len(leaves) == 1 else np.concatenate([d.types for d in leaves])
     return Mesh(
         points=points,
         connectivity=connectivity,
         offsets=offsets,
-        types=types,
-        faces=_joined_faces(leaves),
-        point_fields=_joined_fields([(d.point_fields, len(d.points)) for d in leaves], name),
-        cell_fields=_joined_cell_fields(leaves, name),
+        types=_joined([d.types for d in datasets]),
+        faces=_joined_faces(datasets),
+        point_fields=_joined_fields([(d.point_fields, len(d.points)) for d in datasets], name),
+        cell_fields=_joined_cell_fields(datasets, name),
         cell_origin=_origin(pairs),
-        blocks=_block_names(leaves),
+        blocks=_block_names(datasets),
         name=name,
     )
 
 
-def _joined_runs(parts: Sequence[tuple[Array, Array, int]]) -> tuple[Array, Array]:
-    """Ragged arrays of ids (values, offsets, number of things they name) put in a row."""
+def _joined(arrays: Sequence[Array]) -> Array:
+    """The arrays, concatenated; a single one is not copied."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _joined_rows(parts: Sequence[tuple[Array, Array, int]]) -> tuple[Array, Array]:
+    """Concatenated ragged arrays of ids; a part is (ids, offsets, number of what ids count)."""
     if len(parts) == 1:
         return parts[0][0], parts[0][1].astype(np.int64, copy=False)
     shifts = offsets_of(np.array([n for _, _, n in parts]))
@@ -260,80 +254,78 @@ def _joined_runs(parts: Sequence[tuple[Array, Array, int]]) -> tuple[Array, Arra
     return np.concatenate(values), offsets_of(counts)
 
 
-def _joined_faces(leaves: Sequence[Dataset]) -> Faces | None:
-    if all(leaf.faces is None for leaf in leaves):
+def _joined_faces(datasets: Sequence[Dataset]) -> Faces | None:
+    if all(dataset.faces is None for dataset in datasets):
         return None
-    faces = [
-        d.faces or Faces(np.zeros(len(d.types) + 1, np.int64), np.zeros(1, np.int64), _no_ids())
-        for d in leaves
+    ids, offsets = no_rows()
+    faces = [d.faces or Faces(np.zeros(len(d.types) + 1, np.int64), offsets, ids) for d in datasets]
+    rows = [
+        (f.connectivity, f.offsets, len(d.points)) for f, d in zip(faces, datasets, strict=True)
     ]
-    runs = [(f.connectivity, f.offsets, len(d.points)) for f, d in zip(faces, leaves, strict=True)]
-    connectivity, offsets = _joined_runs(runs)
+    connectivity, offsets = _joined_rows(rows)
     per_cell = np.concatenate([np.diff(f.cell_offsets) for f in faces])
     return Faces(offsets_of(per_cell), offsets, connectivity)
 
 
-def _joined_cell_fields(leaves: Sequence[Dataset], name: str) -> Fields:
-    fields = _joined_fields([(d.cell_fields, len(d.types)) for d in leaves], name)
-    names = _block_names(leaves)
-    if names and len(leaves[0].types):
-        number = {block: i for i, block in enumerate(names)}
-        block = [np.full(len(d.types), number[d.block], np.int32) for d in leaves]
+def _joined_cell_fields(datasets: Sequence[Dataset], name: str) -> Fields:
+    fields = _joined_fields([(d.cell_fields, len(d.types)) for d in datasets], name)
+    names = _block_names(datasets)
+    if names and len(datasets[0].types):
+        block = [np.full(len(d.types), names.index(d.block), np.int32) for d in datasets]
         fields[free_name("block", fields)] = np.concatenate(block)
     return fields
 
 
 def _joined_fields(parts: Sequence[tuple[Fields, int]], name: str) -> Fields:
-    """Fields of all leaves; a leaf without a float field gets NaN, others are left out."""
+    """Concatenated fields. Where some data sets lack one, it is NaN there, or left out if integer.
+
+    Args:
+        parts: fields and number of rows of each data set.
+        name: name of the mesh in messages.
+    """
     if len(parts) == 1:
         return dict(parts[0][0])
     parts = [(fields, n) for fields, n in parts if n]
     out: Fields = {}
     for key in dict.fromkeys(k for fields, _ in parts for k in fields):
         have = [fields[key] for fields, _ in parts if key in fields]
+        missing = len(parts) - len(have)
         if len({(v.shape[1:], v.dtype.kind) for v in have}) > 1:
             warn(f"{name}: field '{key}' left out: its type or width differs between pieces")
             continue
-        if len(have) < len(parts) and have[0].dtype.kind != "f":
-            warn(f"{name}: field '{key}' left out: {len(parts) - len(have)} pieces lack it")
+        if missing and have[0].dtype.kind != "f":
+            warn(f"{name}: field '{key}' left out: {missing} pieces lack it")
             continue
-        if len(have) < len(parts):
-            warn(f"{name}: field '{key}': NaN where {len(parts) - len(have)} pieces lack it")
-        blank = have[0][:0]
-        rows = [fields.get(key, _nan(n, blank)) for fields, n in parts]
-        out[key] = np.concatenate(rows)
+        if missing:
+            warn(f"{name}: field '{key}': NaN where {missing} pieces lack it")
+        like = have[0]
+        out[key] = np.concatenate(
+            [fields[key] if key in fields else _nan(n, like) for fields, n in parts]
+        )
     return out
 
 
 def _nan(n: int, like: Array) -> Array:
-    """`n` rows of NaN as wide as `like`; zero rows where NaN does not exist."""
-    if like.dtype.kind != "f":
-        return like
     return np.full((n, *like.shape[1:]), np.nan, like.dtype)
 
 
 def _origin(pairs: Sequence[tuple[Dataset, int]]) -> Array | None:
-    """File row of each cell; None where it is the row itself."""
-    if all(leaf.rows is None for leaf, _ in pairs):
-        at = 0
-        for leaf, start in pairs:
-            if start != at:
-                break
-            at += len(leaf.types)
-        else:
-            return None
-    rows = [(np.arange(len(d.types)) if d.rows is None else d.rows) + start for d, start in pairs]
-    out = np.concatenate(rows)
-    return out if len(out) else None
+    """Row in the file of each cell; None if it is the row in the mesh."""
+    at = offsets_of(np.array([len(d.types) for d, _ in pairs]))
+    if not at[-1] or all(d.rows is None and at[i] == start for i, (d, start) in enumerate(pairs)):
+        return None
+    return np.concatenate(
+        [(np.arange(len(d.types)) if d.rows is None else d.rows) + start for d, start in pairs]
+    )
 
 
-def _block_names(leaves: Sequence[Dataset]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(leaf.block for leaf in leaves))
+def _block_names(datasets: Sequence[Dataset]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(dataset.block for dataset in datasets))
     return names if len(names) > 1 else ()
 
 
 def free_name(name: str, taken: Container[str]) -> str:
-    """`name`, numbered if it is taken."""
+    """`name`, or `name (2)`, `name (3)`, … if it is taken."""
     out, n = name, 2
     while out in taken:
         out, n = f"{name} ({n})", n + 1

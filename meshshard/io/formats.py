@@ -1,143 +1,153 @@
-"""What the first bytes of a file say, before any reader sees it.
+"""The table of file formats, and recognition of the format of a file by its first bytes.
 
-Files arrive cut short, empty, as Git LFS pointers, as HTML pages of a server that said no, gzipped,
-or under another format's name. The content decides; the name only where the content cannot.
+To add a format, write its reader in `readers/` and add a row to `FORMATS`.
+
+The content of a file decides, its name only where the content cannot. Empty files, Git LFS pointers
+and HTML pages are refused here, before a reader opens them.
 """
 
 from __future__ import annotations
 
-import gzip
-import shutil
-import zlib
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from meshshard.errors import ReadError
 
-__all__ = ["SUFFIXES", "gunzip", "recognize"]
+__all__ = ["FORMATS", "Format", "last_bytes", "recognize"]
 
-XML = ("vtp", "vtu", "vts", "vtr", "vti", "vtm", "vtmb", "vtpc", "vtpd", "pvd")
-SUFFIXES: dict[str, str] = {
-    **dict.fromkeys(XML, "xml"),
-    **dict.fromkeys(("pvtp", "pvtu", "pvts", "pvtr", "pvti"), "xml"),
-    "vtk": "legacy",
-    "vtkhdf": "vtkhdf",
-    "hdf": "vtkhdf",
-    "stl": "stl",
-    "ply": "ply",
-    "obj": "obj",
-    "npz": "npz",
-    "npy": "npy",
-    "csv": "csv",
-    "pt": "pt",
-    "pth": "pt",
-    "msh": "fluent",
-    "su2": "meshio",
-    "inp": "vtk",
-    "cgns": "vtk",
-    "case": "vtk",
-    "encas": "vtk",
-    "cas": "fluent",
-    "foam": "vtk",
-    "openfoam": "vtk",
-}
-MAGIC = (
-    (b"\x1f\x8b", "gz"),
-    (b"# vtk DataFile", "legacy"),
-    (b"\x89HDF\r\n", "vtkhdf"),
-    (b"ply\n", "ply"),
-    (b"ply\r\n", "ply"),
-    (b"\x93NUMPY", "npy"),
-)
-MARKERS = ("foam", "openfoam")  # names of empty files that stand for a case
-BY_NAME = (
-    "stl",
-    "obj",
-    "csv",
-    "pt",
-    "npz",
-    "meshio",
-    "fluent",
-    "vtk",
-)  # no magic bytes of their own
+BLANKS = b"\xef\xbb\xbf \t\r\n"  # white space, and the byte order mark of UTF-8
 
 
-def recognize(path: Path) -> str:
-    """The kind of a file: a value of `SUFFIXES`, or "gz".
+class Format(NamedTuple):
+    """One file format.
+
+    Attributes:
+        name: name in messages and in the documentation.
+        suffixes: file name suffixes, lower case, without the dot.
+        reader: "module:function" in `meshshard.io`, imported when a file is read. The function
+            takes the path, and the time if `has_steps`, and returns a list of `Dataset` (in the
+            module `foreign`, a VTK object).
+        magic: what a file may start with; empty if the suffix alone identifies the format.
+        has_steps: whether a file may hold several time steps.
+        is_marker: whether the file is only a marker, often empty, for the folder around it.
+        note: a remark for the documentation.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    reader: str
+    magic: tuple[bytes, ...] = ()
+    has_steps: bool = False
+    is_marker: bool = False
+    note: str = ""
+
+    @property
+    def in_child(self) -> bool:
+        """Whether the file is read in a child process: its reader may crash on damaged files."""
+        return self.reader.startswith("foreign:")
+
+    def read(self, path: Path, time: float | None) -> Any:
+        """Import and call the reader."""
+        module, function = self.reader.split(":")
+        reader = getattr(import_module(f"meshshard.io.{module}"), function)
+        return reader(path, time) if self.has_steps else reader(path)
+
+
+XML = (b"<?xml", b"<VTKFile", b"<!--")
+HDF5 = (b"\x89HDF\r\n",)
+FORMATS = (
+    Format("VTK XML",
+           ("vtp", "vtu", "vts", "vtr", "vti", "pvtp", "pvtu", "pvts", "pvtr", "pvti",
+            "vtm", "vtmb", "vtpc", "vtpd", "pvd"),
+           "readers.vtk_xml_pieces:read_xml", XML, has_steps=True,
+           note="ascii, base64 and raw; zlib, lzma, lz4; polyhedra; pieces and blocks of several "
+                "files are concatenated, the cell field `block` numbers the blocks"),
+    Format("VTK legacy", ("vtk",), "readers.vtk_legacy:read_legacy", (b"# vtk DataFile",),
+           note="versions 1 to 5.1, ASCII and binary"),
+    Format("VTKHDF", ("vtkhdf", "hdf"), "foreign:read_vtk", HDF5, has_steps=True),
+    Format("STL", ("stl",), "readers.stl:read_stl",
+           note="stores no shared points: equal points are merged"),
+    Format("PLY", ("ply",), "readers.ply:read_ply", (b"ply\n", b"ply\r\n"),
+           note="every scalar property becomes a field"),
+    Format("OBJ", ("obj",), "readers.obj:read_obj", note="geometry only"),
+    Format("NumPy archive", ("npz",), "readers.arrays:read_npz", note="point clouds"),
+    Format("NumPy array", ("npy",), "readers.arrays:read_npz", (b"\x93NUMPY",),
+           note="point clouds"),
+    Format("CSV", ("csv",), "readers.arrays:read_csv", note="point clouds"),
+    Format("PyTorch", ("pt", "pth"), "readers.arrays:read_pt",
+           note="point clouds; read with `weights_only`, so nothing in the file is executed"),
+    Format("Gmsh", ("msh",), "foreign:read_meshio", (b"$",), note="needs the extra `meshio`"),
+    Format("SU2", ("su2",), "foreign:read_meshio", note="needs the extra `meshio`"),
+    Format("Abaqus", ("inp",), "foreign:read_meshio", (b"*",), note="needs the extra `meshio`"),
+    Format("AVS UCD", ("inp",), "foreign:read_vtk"),
+    Format("Fluent", ("msh", "cas"), "foreign:read_fluent"),
+    Format("Fluent, HDF5", ("h5",), "foreign:read_vtk", HDF5),
+    Format("EnSight", ("case", "encas"), "foreign:read_vtk", has_steps=True),
+    Format("OpenFOAM", ("foam", "openfoam"), "foreign:read_vtk", has_steps=True, is_marker=True,
+           note="an empty file in the folder of the case"),
+    Format("CGNS", ("cgns",), "foreign:read_vtk", has_steps=True),
+    Format("gzip", ("gz",), "files:read_gzip", (b"\x1f\x8b",), has_steps=True,
+           note="of any of these files"),
+)  # fmt: skip
+
+
+def recognize(path: Path) -> Format:
+    """The format of a file.
 
     Raises:
-        ReadError: it does not exist, is empty, is not a mesh, or is of no known format.
+        ReadError: the file does not exist, is empty, is not a mesh, or its format is unknown.
     """
-    suffix = path.suffix.lower().lstrip(".")
     if path.is_dir():
         raise ReadError(f"{path}: is a folder; name the file in it (for OpenFOAM an empty x.foam)")
     if not path.exists():
         raise ReadError(f"{path}: no such file")
-    if suffix in MARKERS:
-        return "vtk"
-    try:
-        with path.open("rb") as file:
-            head = file.read(512)
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be opened: {error.strerror}") from None
-    _refuse_impostors(path, head)
-    return _kind(path, suffix, head)
-
-
-def _refuse_impostors(path: Path, head: bytes) -> None:
-    """Things that download in place of a mesh."""
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if not head:
-        raise ReadError(f"{path}: empty file (0 bytes); copy or download it again")
-    if head.startswith(b"version https://git-lfs"):
-        raise ReadError(
-            f"{path}: a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
-        )
-    if text.startswith((b"<!doctype html", b"<html")):
-        raise ReadError(f"{path}: an HTML page, not a mesh; the download was refused, repeat it")
-
-
-def _kind(path: Path, suffix: str, head: bytes) -> str:
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
-    if text.startswith((b"<?xml", b"<VTKFile", b"<!--")):
-        return "xml"
-    for magic, kind in MAGIC:
-        if head.startswith(magic):
-            # Fluent and CGNS files may be HDF5 inside: there the name decides
-            return SUFFIXES[suffix] if kind == "vtkhdf" and suffix in ("cas", "cgns") else kind
-    if (suffix, text[:1]) in (("msh", b"$"), ("inp", b"*")):
-        return "meshio"  # Gmsh and Abaqus; otherwise Fluent and AVS
-    kind = SUFFIXES.get(suffix, "")
-    if kind == "fluent" and not _tail(path).rstrip(b"\0 \t\r\n").endswith(b")"):
-        raise ReadError(f"{path}: truncated: a Fluent file ends with a closing parenthesis")
-    if kind in BY_NAME:
-        return kind
-    if not kind:
-        known = " ".join(f".{name}" for name in SUFFIXES)
+    suffix = path.suffix.lower().lstrip(".")
+    named = [row for row in FORMATS if suffix in row.suffixes]
+    if named and named[0].is_marker:
+        return named[0]
+    head = _first_bytes(path)
+    start = head.lstrip(BLANKS)
+    _refuse_other_files(path, head, start.lower())
+    matching = [row for row in FORMATS if start.startswith(row.magic)]
+    found = [
+        *(row for row in matching if row in named),
+        *(row for row in matching if not row.in_child),  # VTK and meshio go by the suffix
+        *(row for row in named if not row.magic),
+    ]
+    if found:
+        return found[0]
+    if not named:
+        known = " ".join(dict.fromkeys(f".{s}" for row in FORMATS for s in row.suffixes))
         raise ReadError(f"{path}: unknown format '.{suffix}'; these can be read: {known}")
-    start = head[:24].decode("ascii", "replace").splitlines()[0]
+    line = head[:24].decode("ascii", "replace").splitlines()[0]
     raise ReadError(
-        f"{path}: not a .{suffix} file: it starts with {start!r}; check where it is from"
+        f"{path}: not a .{suffix} file, it starts with {line!r}; check where it comes from"
     )
 
 
-def _tail(path: Path) -> bytes:
-    """The last bytes of a file."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 512))
-        return file.read()
+def _refuse_other_files(path: Path, head: bytes, start: bytes) -> None:
+    """Refuse what is often downloaded in place of a mesh."""
+    if not head:
+        raise ReadError(f"{path}: empty file (0 bytes); copy or download it again")
+    if start.startswith(b"version https://git-lfs"):
+        raise ReadError(f"{path}: a Git LFS pointer, not the file; fetch it with `git lfs pull`")
+    if start.startswith((b"<!doctype html", b"<html")):
+        raise ReadError(
+            f"{path}: an HTML page, not a mesh; the server refused the download, repeat it"
+        )
 
 
-def gunzip(path: Path, folder: Path) -> Path:
-    """Inflate a .gz into a folder; the file there has the name without .gz.
-
-    Raises:
-        ReadError: the compressed data are damaged or cut short, or the disk is full.
-    """
-    name = path.stem if path.suffix.lower() == ".gz" else path.name
-    out = folder / name
+def _first_bytes(path: Path) -> bytes:
     try:
-        with gzip.open(path) as packed, out.open("wb") as plain:
-            shutil.copyfileobj(packed, plain, 1 << 20)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ReadError(f"{path}: cannot be decompressed (gz): {error}; try gunzip") from None
-    return out
+        with path.open("rb") as file:
+            return file.read(512)
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be opened: {error.strerror}") from None
+
+
+def last_bytes(path: Path, n: int) -> bytes:
+    """The last `n` bytes of a file."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - n))
+        return file.read()

@@ -1,4 +1,4 @@
-"""Mesh: points, cells and fields in plain numpy, and what follows from them."""
+"""Mesh: points, cells and fields in plain NumPy, with cell geometry, checks, welding and facets."""
 
 from meshshard.mesh.arrays import Array
 from meshshard.mesh.mesh import Faces, Mesh

@@ -1,4 +1,4 @@
-"""Array: what every numpy array of the package is typed as."""
+"""Array: the type of NumPy arrays in annotations."""
 
 from typing import Any, TypeAlias
 

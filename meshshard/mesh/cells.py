@@ -1,15 +1,41 @@
-"""Reference cells: what each VTK cell type is made of.
+"""Reference cells: dimension, number of points and faces of each VTK cell type.
 
-Numbers are VTK's own (vtkCellType.h). Only the corners of a curved cell bound its facets, so a
-quadratic triangle shares edges with a linear one; the nodes beyond the corners ride along.
-Pixels and voxels are quads and hexahedra in another point order: readers turn them.
+Type numbers are VTK's (vtkCellType.h). The facets of a curved cell are those of its corners, so a
+quadratic triangle shares edges with a linear one; its other nodes belong to no facet.
 """
 
 from typing import NamedTuple
 
-__all__ = ["CELL_TYPES", "LINE", "POLYGON", "POLYHEDRON", "QUAD", "TRIANGLE", "CellType"]
+import numpy as np
 
-TRIANGLE, POLYGON, QUAD, LINE, POLYHEDRON = 5, 7, 9, 3, 42
+from meshshard.mesh.arrays import Array
+
+__all__ = [
+    "CELL_TYPES",
+    "EMPTY",
+    "HEXAHEDRON",
+    "LINE",
+    "PIXEL",
+    "POLYGON",
+    "POLYHEDRON",
+    "POLY_LINE",
+    "POLY_VERTEX",
+    "QUAD",
+    "STRIP",
+    "TRIANGLE",
+    "VERTEX",
+    "VOXEL",
+    "CellType",
+    "cell_type",
+    "dimensions",
+    "type_name",
+    "types_present",
+]
+
+VERTEX, POLY_VERTEX, LINE, POLY_LINE = 1, 2, 3, 4
+TRIANGLE, POLYGON, QUAD = 5, 7, 9
+HEXAHEDRON, POLYHEDRON = 12, 42
+EMPTY, STRIP, PIXEL, VOXEL = 0, 6, 8, 11  # in files only: a Mesh has none
 
 
 class CellType(NamedTuple):
@@ -18,10 +44,10 @@ class CellType(NamedTuple):
     Attributes:
         name: Lower-case name for messages.
         dim: Topological dimension, 0 to 3.
-        n_points: Points a cell must have; 0 where the number is free (`least` applies).
-        n_corners: Leading points that are corners; 0 where all are.
-        least: Fewest points of a cell whose number is free.
-        faces: For solids, the corners of each face, wound outward.
+        n_points: Number of points of a cell; 0 where it varies (`least` applies).
+        n_corners: Number of leading points that are corners; 0 where all are.
+        least: Smallest number of points, where it varies.
+        faces: For solids, the corners of each face, with outward normals.
     """
 
     name: str
@@ -39,7 +65,7 @@ _PYRAMID = ((0, 3, 2, 1), (0, 1, 4), (1, 2, 4), (2, 3, 4), (3, 0, 4))
 
 
 def _prism(n: int) -> tuple[tuple[int, ...], ...]:
-    """Faces of a prism over an n-gon: bottom, top, then the n sides."""
+    """Faces of a prism with an n-gon as its base: bottom, top, then the n sides."""
     sides = tuple((i, (i + 1) % n, n + (i + 1) % n, n + i) for i in range(n))
     return (tuple(reversed(range(n))), tuple(range(n, 2 * n)), *sides)
 
@@ -76,3 +102,35 @@ CELL_TYPES: dict[int, CellType] = {
     37: CellType("triquadratic pyramid", 3, 19, 5, faces=_PYRAMID),
     42: CellType("polyhedron", 3, 0, least=4),
 }
+_FILE_TYPES = {
+    EMPTY: CellType("empty cell", 0, 0, least=0),
+    STRIP: CellType("triangle strip", 2, 0, least=3),
+    PIXEL: CellType("pixel", 2, 4),  # a quad, and
+    VOXEL: CellType("voxel", 3, 8),  # a hexahedron, in another point order
+}
+_DIM = np.full(256, -1)
+for _number, _cell in {**CELL_TYPES, **_FILE_TYPES}.items():
+    _DIM[_number] = _cell.dim
+
+
+def cell_type(number: int) -> CellType | None:
+    """The cell type of a VTK type number, those found in files only included; None if unknown."""
+    return CELL_TYPES.get(number) or _FILE_TYPES.get(number)
+
+
+def type_name(number: int) -> str:
+    """Name of a VTK cell type for messages."""
+    cell = cell_type(number)
+    return cell.name if cell else f"type {number}"
+
+
+def dimensions(types: Array | int) -> Array:
+    """Dimension of each VTK cell type, -1 where it is unknown; same shape as `types`."""
+    return np.asarray(_DIM[types])
+
+
+def types_present(types: Array) -> list[int]:
+    """The VTK cell types that occur, ascending."""
+    if len(types) and types.min() == types.max():  # avoids a pass of bincount over millions
+        return [int(types[0])]
+    return [int(number) for number in np.flatnonzero(np.bincount(types, minlength=1))]

@@ -1,7 +1,7 @@
-"""What must hold before anything walks over a mesh, and what deserves a word: plain numpy.
+"""Checks of a mesh: everything that later code relies on is verified here, in plain NumPy.
 
-Ids, offsets and arities are proved here, once, so that no later code (or library in C) meets an id
-outside the points. Everything names the cell, the point or the array.
+Ids, offsets and numbers of points are verified once, so that no later code, C libraries included,
+meets an id outside the points. Every message names the cell, the point or the array.
 """
 
 from __future__ import annotations
@@ -14,64 +14,21 @@ import numpy as np
 
 from meshshard.errors import MeshError, MeshWarning, n_of
 from meshshard.mesh.arrays import Array
-from meshshard.mesh.cells import CELL_TYPES, POLYHEDRON
+from meshshard.mesh.cells import POLYHEDRON, cell_type, type_name, types_present
 from meshshard.mesh.mesh import Faces, Mesh
 
-__all__ = [
-    "STRIP",
-    "check",
-    "check_cells",
-    "check_points",
-    "dimensions",
-    "kinds",
-    "type_name",
-    "warn",
-    "warn_fields",
-]
+__all__ = ["check", "check_cells", "check_points", "warn", "warn_fields"]
 
-EMPTY, STRIP, PIXEL, VOXEL = 0, 6, 8, 11  # VTK types that files have and a Mesh does not
-CHUNK = 1 << 20  # values a pass, so that the masks stay in the cache
+CHUNK = 1 << 20  # values per pass, so that the masks stay in cache
 
 
 def warn(message: str) -> None:
-    """Say what deserves a look, to be filtered as `MeshWarning`."""
+    """Warn with the category `MeshWarning`."""
     warnings.warn(message, MeshWarning, stacklevel=3)
 
 
-def _type_tables() -> tuple[Array, Array, Array]:
-    """Of every VTK type number: dimension (-1 unknown), exact and least number of points."""
-    dim, exact, least = np.full(256, -1), np.zeros(256, np.int64), np.zeros(256, np.int64)
-    for number, cell in CELL_TYPES.items():
-        dim[number], exact[number], least[number] = cell.dim, cell.n_points, cell.least
-    for number, its_dim, n, fewest in ((0, 0, 0, 0), (6, 2, 0, 3), (8, 2, 4, 1), (11, 3, 8, 1)):
-        dim[number], exact[number], least[number] = its_dim, n, fewest
-    return dim, exact, least
-
-
-_DIM, _EXACT, _LEAST = _type_tables()
-_NAMES = {EMPTY: "empty cell", STRIP: "triangle strip", PIXEL: "pixel", VOXEL: "voxel"}
-
-
-def dimensions(types: Array) -> Array:
-    """Dimension of each VTK cell type, -1 where it is unknown; same shape as `types`."""
-    return np.asarray(_DIM[types])
-
-
-def kinds(types: Array) -> list[int]:
-    """The VTK cell types that are present, ascending."""
-    if len(types) and types.min() == types.max():  # one kind: no table of millions
-        return [int(types[0])]
-    return [int(kind) for kind in np.flatnonzero(np.bincount(types, minlength=1))]
-
-
-def type_name(number: int) -> str:
-    """Word for a VTK cell type."""
-    cell = CELL_TYPES.get(number)
-    return cell.name if cell else _NAMES.get(number, f"type {number}")
-
-
 def check(mesh: Mesh) -> Mesh:
-    """Prove that a mesh does not contradict itself; warn about fields that are not finite.
+    """Verify that a mesh is consistent; warn about fields with values that are not finite.
 
     Args:
         mesh: any mesh.
@@ -80,54 +37,60 @@ def check(mesh: Mesh) -> Mesh:
         The same mesh.
 
     Raises:
-        MeshError: ids out of range, bad offsets, wrong arities, arrays of the wrong length, or
-            coordinates that are not finite.
+        MeshError: ids out of range, bad offsets, a wrong number of points in a cell, arrays of
+            the wrong length, or coordinates that are not finite.
     """
     if mesh.points.ndim != 2 or mesh.points.shape[1:] != (3,):
-        raise MeshError(f"{mesh.name}: points must be (n, 3), these are {mesh.points.shape}")
+        raise MeshError(f"{mesh.name}: points must be (n, 3), got {mesh.points.shape}")
     check_cells(mesh, mesh.n_points, mesh.name)
-    if len({int(_DIM[kind]) for kind in kinds(mesh.types)}) > 1:
-        raise MeshError(f"{mesh.name}: cells of several dimensions; keep one")
+    dims = {cell.dim for number in types_present(mesh.types) if (cell := cell_type(number))}
+    if len(dims) > 1:
+        raise MeshError(f"{mesh.name}: cells have several dimensions {sorted(dims)}; keep one")
     check_points(mesh.points, mesh.name)
-    for kind, fields, n in (
-        ("point", mesh.point_fields, mesh.n_points),
-        ("cell", mesh.cell_fields, mesh.n_cells),
-    ):
-        for field, values in fields.items():
-            if len(values) != n:
-                raise MeshError(
-                    f"{mesh.name}: {kind} field '{field}' has {n_of(len(values), 'rows')} for "
-                    f"{n_of(n, f'{kind}s')}"
-                )
+    _check_lengths(mesh.point_fields, mesh.n_points, "point", mesh.name)
+    _check_lengths(mesh.cell_fields, mesh.n_cells, "cell", mesh.name)
     warn_fields(mesh)
     return mesh
 
 
+def _check_lengths(fields: Mapping[str, Array], n: int, kind: str, name: str) -> None:
+    """Every field has a row for each point or cell."""
+    for field, values in fields.items():
+        if len(values) != n:
+            raise MeshError(
+                f"{name}: {kind} field '{field}' has {n_of(len(values), 'rows')} for "
+                f"{n_of(n, f'{kind}s')}"
+            )
+
+
 def check_cells(cells: Any, n_points: int, name: str) -> None:
-    """Prove the cells of a mesh or a data set: offsets, known types, arities, ids, faces.
+    """Verify the cells of a Mesh or a Dataset: offsets, types, numbers of points, ids, faces.
 
     Args:
-        cells: anything with connectivity, offsets (n + 1,), types (n,) and faces.
-        n_points: number of points that ids may name.
-        name: what to call it in messages.
+        cells: any object with connectivity, offsets (n + 1,), types (n,) and faces.
+        n_points: number of points; ids must be below it.
+        name: name of the mesh in messages.
 
     Raises:
-        MeshError: at the first contradiction.
+        MeshError: at the first inconsistency.
     """
     connectivity, offsets, types = cells.connectivity, cells.offsets, cells.types
     _check_offsets(offsets, len(connectivity), len(types), f"{name}: cell")
-    _check_arities(np.diff(offsets), types, name)
+    _check_counts(np.diff(offsets), types, name)
     _check_ids(connectivity, offsets, n_points, f"{name}: cell")
     _check_faces(cells.faces, types, n_points, name)
 
 
 def _check_offsets(offsets: Array, length: int, n: int, what: str) -> None:
-    """Offsets start at 0, never fall and end at the length of the connectivity."""
+    """Offsets start at 0, never decrease and end at the length of the connectivity."""
     if len(offsets) != n + 1 or offsets[0] != 0:
         raise MeshError(f"{what} offsets must be {n + 1} numbers from 0, got {len(offsets)}")
     falls = np.flatnonzero(offsets[1:] < offsets[:-1])
     if len(falls):
-        raise MeshError(f"{what} {falls[0]}: its offset {offsets[falls[0] + 1]} goes backwards")
+        raise MeshError(
+            f"{what} {falls[0]}: offset {offsets[falls[0] + 1]} goes backwards, "
+            f"the one before is {offsets[falls[0]]}"
+        )
     if offsets[-1] != length:
         at = int(np.argmax(offsets > length)) - 1 if offsets[-1] > length else n - 1
         raise MeshError(
@@ -136,29 +99,28 @@ def _check_offsets(offsets: Array, length: int, n: int, what: str) -> None:
         )
 
 
-def _check_arities(counts: Array, types: Array, name: str) -> None:
-    """Every type is known and every cell has as many points as its type wants."""
-    present = kinds(types)
-    for kind in present:
-        mine = counts if len(present) == 1 else counts[types == kind]
-        most = _EXACT[kind] or mine.max()
-        if _DIM[kind] >= 0 and mine.min() >= max(_EXACT[kind], _LEAST[kind]) and mine.max() <= most:
+def _check_counts(counts: Array, types: Array, name: str) -> None:
+    """Every type is known and every cell has as many points as its type needs."""
+    present = types_present(types)
+    for number in present:
+        cell = cell_type(number)
+        if cell is None:
+            first = int(np.argmax(types == number))
+            raise MeshError(f"{name}: VTK cell type {number} of cell {first} is not supported")
+        of_type = counts if len(present) == 1 else counts[types == number]
+        least, most = cell.n_points or cell.least, cell.n_points or of_type.max()
+        if of_type.min() >= least and of_type.max() <= most:
             continue
-        wrong = np.ones(len(counts), bool) if _DIM[kind] < 0 else counts < _LEAST[kind]
-        if _EXACT[kind]:
-            wrong = counts != _EXACT[kind]
-        cell = int(np.argmax(wrong & (types == kind)))
-        if _DIM[kind] < 0:
-            raise MeshError(f"{name}: VTK cell type {kind} of cell {cell} is not supported")
-        need = _EXACT[kind] or f"at least {_LEAST[kind]}"
+        wrong = (types == number) & ((counts < least) | (counts > most))
+        first = int(np.argmax(wrong))
         raise MeshError(
-            f"{name}: cell {cell} is a {type_name(kind)} with "
-            f"{n_of(counts[cell], 'points')}, needs {need}"
+            f"{name}: cell {first} is a {type_name(number)} with "
+            f"{n_of(counts[first], 'points')}, needs {cell.n_points or f'at least {cell.least}'}"
         )
 
 
 def _check_ids(connectivity: Array, offsets: Array, n_points: int, what: str) -> None:
-    """Every id names a point."""
+    """Every id is a row of the points."""
     if not len(connectivity):
         return
     if connectivity.min() >= 0 and connectivity.max() < n_points:
@@ -172,13 +134,13 @@ def _check_ids(connectivity: Array, offsets: Array, n_points: int, what: str) ->
 
 
 def _check_faces(faces: Faces | None, types: Array, n_points: int, name: str) -> None:
-    """Polyhedra have faces, and these are sound."""
+    """Every polyhedron has faces, and their offsets and ids are valid."""
     poly = np.flatnonzero(types == POLYHEDRON)
     if faces is None:
         if len(poly):
             raise MeshError(
                 f"{name}: cell {poly[0]} is a polyhedron without faces; write the file again with "
-                "its face arrays (VTK 9.3 loses those of VTK 9.4 and later)"
+                "its face arrays (VTK 9.3 drops those that VTK 9.4 and later write)"
             )
         return
     n_faces = len(faces.offsets) - 1
@@ -194,10 +156,10 @@ def _check_faces(faces: Faces | None, types: Array, n_points: int, name: str) ->
 
 
 def check_points(points: Array, name: str) -> None:
-    """Prove that all coordinates (n, 3) are finite.
+    """Verify that all coordinates (n, 3) are finite.
 
     Raises:
-        MeshError: with the count and the first ids.
+        MeshError: some are not; names how many and the first ids.
     """
     bad = [np.flatnonzero(~ok.all(axis=1)) + first for first, ok in _finite(points)]
     ids = np.concatenate(bad) if bad else np.zeros(0, np.int64)
@@ -210,7 +172,7 @@ def check_points(points: Array, name: str) -> None:
 
 
 def warn_fields(mesh: Mesh) -> None:
-    """Count the values of each float field that are NaN or infinite, and say so."""
+    """Warn about float fields with NaN or infinite values, with the count of each."""
     for kind, fields in (("cell", mesh.cell_fields), ("point", mesh.point_fields)):
         for field, n_nan, n_inf in _not_finite(fields):
             warn(f"{mesh.name}: {kind} field '{field}' has {n_nan} NaN and {n_inf} infinite values")
@@ -228,7 +190,7 @@ def _not_finite(fields: Mapping[str, Array]) -> Iterator[tuple[str, int, int]]:
 
 
 def _finite(values: Array) -> Iterator[tuple[int, Array]]:
-    """Masks of finite values with the row they start at; only those that are not all true."""
+    """First row and `isfinite` mask of each chunk of rows that has values that are not finite."""
     step = max(1, CHUNK // max(1, values[:1].size))
     for first in range(0, len(values), step):
         ok = np.isfinite(values[first : first + step])

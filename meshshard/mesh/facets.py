@@ -1,7 +1,7 @@
-"""Facets: what cells are glued along, matched exactly by one in-place sort.
+"""Facets of cells (edges, faces or end points), matched between cells exactly by one sort.
 
 The facets of a surface are its edges, of a volume its faces, of curves their end points. Every
-facet of every cell is listed, cell by cell; two facets are one where they have the same corners.
+facet of every cell is listed, cell by cell; facets with the same corners are the same facet.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import numpy as np
 
 from meshshard.errors import MeshError
 from meshshard.mesh.arrays import Array
-from meshshard.mesh.cells import CELL_TYPES, POLYHEDRON, CellType
+from meshshard.mesh.cells import CELL_TYPES, POLYHEDRON, CellType, types_present
 from meshshard.mesh.mesh import Mesh
-from meshshard.mesh.ragged import ranges
+from meshshard.mesh.ragged import gather_rows, offsets_of
 
 __all__ = ["Facets", "Matches", "edges", "facets", "match"]
 
 Sides = list[tuple[int, ...]]  # the corners of each facet of one cell
-BLOCK = 1 << 14  # cells or facets at once: what is computed of them stays in the cache
-MOST_SHARERS = (
-    1000  # cells on one facet; beyond it the mesh is broken, and pairs grow with the square
-)
+BLOCK = 1 << 14  # cells or facets per block, so that intermediate results stay in cache
+MAX_CELLS_PER_FACET = 1000  # more mean a broken mesh, and the pairs grow with the square
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +32,10 @@ class Facets:
     Attributes:
         offsets: (n_cells + 1,) int64; facets of cell i are offsets[i]:offsets[i + 1].
         low: (n_facets,) int32 or int64, the smallest point id of each facet.
-        tag: (n_facets,) int64 or uint64, the same for facets of the same corners: the other end
-            of an edge; for a face a 64-bit hash of its corners, whatever their order.
-        forward: (n_facets,) bool, an edge runs from its smaller id to its larger; None elsewhere.
+        tag: (n_facets,) int64 or uint64, equal for facets with the same corners: the other end
+            of an edge; for a face a 64-bit hash of its corners that does not depend on their order.
+        forward: (n_facets,) bool, whether the cell traverses the edge from its smaller to its
+            larger id; None if the facets are not edges.
     """
 
     offsets: Array
@@ -53,13 +52,13 @@ class Facets:
 
 @dataclass(frozen=True, eq=False)
 class Matches:
-    """Which facets are the same one.
+    """Pairs of equal facets.
 
     Attributes:
-        facets: what was matched.
-        first, second: (n_matches,) facets of different listings that coincide; where c > 2 cells
-            share a facet all c (c - 1) / 2 pairs are here.
-        shared: number of different facets that more than two cells share.
+        facets: the facets that were matched.
+        first, second: (n_matches,) the two facets of each pair; c > 2 cells that share a facet
+            give all c (c - 1) / 2 pairs.
+        shared: number of distinct facets that belong to more than two cells.
     """
 
     facets: Facets
@@ -69,12 +68,12 @@ class Matches:
 
     @cached_property
     def open(self) -> Array:
-        """(n_facets,) bool, facets that no other cell has."""
+        """(n_facets,) bool, facets of one cell only: the boundary."""
         return np.asarray(self.twin < 0)
 
     @cached_property
     def twin(self) -> Array:
-        """(n_facets,) cell on the other side of each facet, -1 on open ones (one of several)."""
+        """(n_facets,) neighbor cell across each facet, -1 if it is open; any one of several."""
         owner = self.facets.owner
         out = np.full(len(owner), -1, owner.dtype)
         out[self.first], out[self.second] = owner[self.second], owner[self.first]
@@ -82,7 +81,7 @@ class Matches:
 
 
 def facets(mesh: Mesh) -> Facets:
-    """List the facets of every cell, by point ids seen through the mesh's weld map."""
+    """The facets of every cell; point ids are mapped by `mesh.weld`, if any."""
     ids = _welded(mesh)
     if mesh.dim == 2 and _all_corners(mesh.types):
         return _edges_of_polygons(mesh.offsets, ids)
@@ -90,12 +89,17 @@ def facets(mesh: Mesh) -> Facets:
 
 
 def match(listed: Facets, n_points: int) -> Matches:
-    """Pair equal facets.
+    """Find all pairs of equal facets.
 
-    The low id, as many bits of the tag's hash as fit and the facet's index are packed into one
-    64-bit word each and sorted in place; equal neighbors are candidates, compared by the whole
-    tag. Runs of three and more (non-manifold facets, or a clash of the short hash) are sorted
-    again by low and tag. Degenerate edges (both ends the same point) match nothing.
+    The low id, a short hash of the tag and the index of each facet are packed into a 64-bit word;
+    the words are sorted in place. Consecutive words that differ only in the index are candidates,
+    verified by the whole tag. Runs of three or more (non-manifold facets, or a collision of the
+    short hash) are sorted again by low id and tag. Degenerate edges (both ends are the same point)
+    match nothing.
+
+    Args:
+        listed: the facets of all cells.
+        n_points: number of points of the mesh.
 
     Raises:
         MeshError: more than 1000 cells share one facet.
@@ -114,25 +118,23 @@ def match(listed: Facets, n_points: int) -> Matches:
 
 
 def edges(mesh: Mesh) -> tuple[Array, Array]:
-    """Both ends of every edge of every cell, with repetitions (point ids as stored, no weld).
+    """Both ends of every edge of every cell, with repetitions (stored point ids, not welded).
 
-    Edges run from corner to corner along polygons, the faces of solids and poly-lines. Nodes of a
-    curved cell beyond its corners hang on all corners of the cell.
+    Edges join consecutive corners of polygons, of the faces of solids and of poly-lines. The other
+    nodes of a curved cell are joined to all corners of that cell.
     """
     ends: list[tuple[Array, Array]] = []
     if mesh.faces is not None:
         ends.append(_following(mesh.faces.offsets, mesh.faces.connectivity))
     ids = mesh.connectivity
-    for number in np.unique(mesh.types):
-        cell = CELL_TYPES[int(number)]
+    for number in types_present(mesh.types):
+        cell = CELL_TYPES[number]
         rows = np.flatnonzero(mesh.types == number)
         if cell.n_points == 0 and cell.dim < 3:
-            starts, stops = mesh.offsets[rows], mesh.offsets[rows + 1]
-            taken = ranges(starts, stops)
-            bounds = np.concatenate([[0], np.cumsum(stops - starts)])
-            a, b = _following(bounds, ids[taken])
+            points, bounds = gather_rows(ids, mesh.offsets, rows)
+            a, b = _following(bounds, points)
             keep = np.ones(len(a), bool)
-            keep[bounds[1:] - 1] = cell.dim == 2  # a poly-line does not close
+            keep[bounds[1:] - 1] = cell.dim == 2  # a poly-line is not closed
             ends.append((a[keep], b[keep]))
         elif number != POLYHEDRON:
             starts = mesh.offsets[rows]
@@ -145,16 +147,16 @@ def edges(mesh: Mesh) -> tuple[Array, Array]:
 
 
 def _edge_table(cell: CellType) -> list[tuple[int, int]]:
-    """Pairs of points of one cell that an edge links."""
+    """Pairs of points of one cell that an edge joins."""
     corners = cell.n_corners or cell.n_points
-    rings = cell.faces or (tuple(range(corners)),)
-    around = {tuple(sorted(e)) for r in rings for e in zip(r, r[1:] + r[:1], strict=True)}
-    hanging = {(c, extra) for c in range(corners) for extra in range(corners, cell.n_points)}
-    return sorted((i, j) for i, j in around | hanging if i != j)
+    faces = cell.faces or (tuple(range(corners)),)
+    sides = {tuple(sorted(e)) for f in faces for e in zip(f, f[1:] + f[:1], strict=True)}
+    inner = {(c, node) for c in range(corners) for node in range(corners, cell.n_points)}
+    return sorted((i, j) for i, j in sides | inner if i != j)
 
 
 def _following(offsets: Array, ids: Array) -> tuple[Array, Array]:
-    """Every corner and the next one round its polygon, the last followed by the first."""
+    """Every corner and the next one of its polygon; the first follows the last."""
     following = np.empty_like(ids)
     following[:-1] = ids[1:]
     following[offsets[1:] - 1] = ids[offsets[:-1]]
@@ -162,7 +164,7 @@ def _following(offsets: Array, ids: Array) -> tuple[Array, Array]:
 
 
 def _match_runs(listed: Facets, rows: Array) -> tuple[Array, Array, int]:
-    """All pairs of equal facets among `rows`, and how many facets have three cells or more."""
+    """All pairs of equal facets among `rows`, and the number of facets of three or more cells."""
     rows = rows[np.lexsort((listed.tag[rows], listed.low[rows]))]
     if listed.forward is not None:
         rows = rows[listed.tag[rows] != listed.low[rows]]
@@ -172,11 +174,11 @@ def _match_runs(listed: Facets, rows: Array) -> tuple[Array, Array, int]:
     group = np.cumsum(new) - 1
     size = np.bincount(group, minlength=1)
     most = int(size.max())
-    if most > MOST_SHARERS:
+    if most > MAX_CELLS_PER_FACET:
         point = int(low[np.flatnonzero(group == size.argmax())[0]])
         raise MeshError(
-            f"{most} cells share one facet at point {point}; this is no mesh of neighbors: "
-            "remove the collapsed cells, or partition its points"
+            f"{most} cells share one facet at point {point}, at most {MAX_CELLS_PER_FACET} can be "
+            "matched: remove the collapsed cells, or partition the points"
         )
     pairs = [np.flatnonzero(group[s:] == group[:-s]) for s in range(1, most)]
     first = [rows[p] for p in pairs]
@@ -186,12 +188,12 @@ def _match_runs(listed: Facets, rows: Array) -> tuple[Array, Array, int]:
 
 
 def _pack(listed: Facets, n_points: int) -> tuple[Array, int]:
-    """Sortable words (low id | short hash of the tag | facet index), and the bits of the index."""
+    """Sortable words (low id | short hash of the tag | facet index); number of index bits."""
     n = len(listed.low)
     index_bits = max(1, (n - 1).bit_length())
     hash_bits = 64 - index_bits - max(1, (n_points - 1).bit_length())
     if hash_bits < 4:
-        raise MeshError(f"{n} facets on {n_points} points are too many to match")
+        raise MeshError(f"{n} facets of {n_points} points do not fit 64-bit keys; split the mesh")
     keys = np.empty(n, np.uint64)
     for first in range(0, n, BLOCK):
         block = slice(first, first + BLOCK)
@@ -207,16 +209,17 @@ def _pack(listed: Facets, n_points: int) -> tuple[Array, int]:
 
 
 def _equal_neighbors(keys: Array, index_bits: int) -> tuple[Array, Array, Array]:
-    """Pairs of consecutive sorted words that are equal but for the facet index.
+    """Pairs of consecutive sorted words that differ only in the facet index.
 
     Returns:
-        Both facets of every pair, and whether the pair is part of a run of three and more.
+        Both facets of every pair, and whether the pair is part of a run of three or more.
     """
     kind, mask = _id_type(len(keys)), np.uint64((1 << index_bits) - 1)
     count, n = 0, len(keys)
-    a, b, in_run = np.empty(n, kind), np.empty(n, kind), np.empty(n, bool)  # filled as far as found
+    # the first `count` entries are filled
+    a, b, in_run = np.empty(n, kind), np.empty(n, kind), np.empty(n, bool)
     for first in range(0, n - 1, BLOCK):
-        start = max(first - 1, 0)  # one pair before and one behind tell the runs
+        start = max(first - 1, 0)  # with the pair before and the pair after
         block = keys[start : first + BLOCK + 2]
         same = np.zeros(len(block) + 1, bool)  # same[i + 1]: pair i
         np.less_equal(block[1:] ^ block[:-1], mask, out=same[1:-1])
@@ -230,32 +233,32 @@ def _equal_neighbors(keys: Array, index_bits: int) -> tuple[Array, Array, Array]
 
 
 def _edges_of_polygons(offsets: Array, ids: Array) -> Facets:
-    """Edges of linear polygons: corner to next corner, the last back to the first."""
+    """Edges of linear polygons: from each corner to the next one."""
     ids, following = _following(offsets, ids)
     high = np.maximum(ids, following)
     return Facets(offsets, np.minimum(ids, following), high, ids < following)
 
 
 def _facets_by_type(mesh: Mesh, ids: Array) -> Facets:
-    """Facets of cells of several types, placed cell by cell."""
+    """Facets of cells of several types, stored cell by cell."""
     groups = list(_groups(mesh))
     counts = np.zeros(mesh.n_cells, np.int64)
     for rows, sides in groups:
         counts[rows] = len(sides)
     if mesh.faces is not None:
         counts += np.diff(mesh.faces.cell_offsets)
-    offsets = np.concatenate([[0], np.cumsum(counts)])
+    offsets = offsets_of(counts)
     low = np.empty(offsets[-1], ids.dtype)
     tag = np.empty(offsets[-1], np.uint64 if mesh.dim == 3 else ids.dtype)
     forward = np.empty(offsets[-1], bool) if mesh.dim == 2 else None
     for rows, sides in _in_blocks(groups):
         corners = [ids.take(mesh.offsets[rows] + i) for i in range(1 + max(map(max, sides)))]
-        marks = [_scramble(c) for c in corners] if mesh.dim == 3 else corners
-        mix = np.add if mesh.dim == 3 else np.maximum
+        marks = [_hash(c) for c in corners] if mesh.dim == 3 else corners
+        combine = np.add if mesh.dim == 3 else np.maximum
         for j, side in enumerate(sides):
             at = offsets[rows] + j
             low[at] = reduce(np.minimum, (corners[i] for i in side))
-            tag[at] = reduce(mix, (marks[i] for i in side))
+            tag[at] = reduce(combine, (marks[i] for i in side))
             if forward is not None:
                 forward[at] = corners[side[0]] < corners[side[1]]
     if mesh.faces is not None:
@@ -264,11 +267,11 @@ def _facets_by_type(mesh: Mesh, ids: Array) -> Facets:
 
 
 def _groups(mesh: Mesh) -> Iterator[tuple[Array, Sides]]:
-    """Cells of one type and size: their rows, and the corners of each of their facets."""
-    for number in np.flatnonzero(np.bincount(mesh.types)):
+    """Groups of cells of one type and size: rows, and the corners of each facet."""
+    for number in types_present(mesh.types):
         if number == POLYHEDRON:
             continue
-        cell = CELL_TYPES[int(number)]
+        cell = CELL_TYPES[number]
         rows = np.flatnonzero(mesh.types == number)
         size = mesh.offsets[rows + 1] - mesh.offsets[rows]
         for n in np.flatnonzero(np.bincount(size)):
@@ -276,14 +279,14 @@ def _groups(mesh: Mesh) -> Iterator[tuple[Array, Sides]]:
 
 
 def _in_blocks(groups: list[tuple[Array, Sides]]) -> Iterator[tuple[Array, Sides]]:
-    """The same groups, a block of rows at a time."""
+    """The same groups, split into blocks of rows."""
     for rows, sides in groups:
         for first in range(0, len(rows), BLOCK):
             yield rows[first : first + BLOCK], sides
 
 
 def _sides(cell: CellType, corners: int) -> Sides:
-    """Corners of each facet of one cell, counted from its first."""
+    """Corners of each facet of one cell, as positions within the cell."""
     if cell.dim == 3:
         return list(cell.faces)
     if cell.dim == 2:
@@ -292,7 +295,7 @@ def _sides(cell: CellType, corners: int) -> Sides:
 
 
 def _place_polyhedra(mesh: Mesh, offsets: Array, low: Array, tag: Array) -> None:
-    """Write low ids and tags of polyhedron faces into their places."""
+    """Fill in low ids and tags of the faces of polyhedra."""
     assert mesh.faces is not None
     cell_offsets, face_offsets, connectivity = mesh.faces
     if len(connectivity) == 0:
@@ -301,11 +304,11 @@ def _place_polyhedra(mesh: Mesh, offsets: Array, low: Array, tag: Array) -> None
     count = np.diff(cell_offsets)
     place = np.repeat(offsets[:-1] - cell_offsets[:-1], count) + np.arange(count.sum())
     low[place] = np.minimum.reduceat(ids, face_offsets[:-1])
-    tag[place] = np.add.reduceat(_scramble(ids), face_offsets[:-1])
+    tag[place] = np.add.reduceat(_hash(ids), face_offsets[:-1])
 
 
-def _scramble(ids: Array) -> Array:
-    """A 64-bit mix of each id (the finaliser of SplitMix64: Steele, Lea and Flood, 2014)."""
+def _hash(ids: Array) -> Array:
+    """64-bit hash of each id (the finalizer of SplitMix64: Steele, Lea and Flood, 2014)."""
     x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
@@ -316,16 +319,16 @@ def _scramble(ids: Array) -> Array:
 
 
 def _all_corners(types: Array) -> bool:
-    """Whether every cell is bounded by all of its points."""
-    return all(not CELL_TYPES[int(t)].n_corners for t in np.flatnonzero(np.bincount(types)))
+    """Whether all points of every cell are corners."""
+    return all(not CELL_TYPES[t].n_corners for t in types_present(types))
 
 
 def _welded(mesh: Mesh) -> Array:
-    """Point ids of all cells in the smallest type, through the weld map."""
+    """Point ids of all cells in the smallest integer type, mapped by `weld`."""
     ids = mesh.connectivity.astype(_id_type(mesh.n_points), copy=False)
     return ids if mesh.weld is None else mesh.weld.astype(ids.dtype, copy=False)[ids]
 
 
 def _id_type(n: int) -> type[np.int32] | type[np.int64]:
-    """The smallest integer type that holds ids below n."""
+    """The smallest signed type for ids below n."""
     return np.int32 if n < 2**31 else np.int64

@@ -1,4 +1,4 @@
-"""Inspection: what deserves a look in a mesh, and the merging of points that its cells need."""
+"""Inspection of a mesh: counts of irregularities, and welding of points at the same place."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from meshshard.errors import MeshWarning, n_of
 from meshshard.mesh.arrays import Array
 from meshshard.mesh.facets import Facets, Matches, facets, match
 from meshshard.mesh.mesh import Mesh, vector_area
-from meshshard.mesh.ragged import ranges
+from meshshard.mesh.ragged import gather_rows
 
-__all__ = ["Inspection", "coincident", "glue", "inspect", "open_points", "weld"]
+__all__ = ["Inspection", "coincident", "inspect", "open_points", "weld", "weld_and_match"]
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """Counts of what was found; each attribute is 0 or empty in a mesh without surprises.
+    """Irregularities of a mesh; each attribute is 0 or empty in a regular one.
 
     Attributes:
-        orphans: points that no cell uses.
-        welded: points merged with an earlier one at the same place.
-        open: facets that one cell has: the border of a surface, the boundary of a volume.
-        shared: facets of more than two cells.
-        turned: edges whose two cells are wound against each other.
-        collapsed: cells of zero area or with a point twice in a row (ids).
-        copies: cells with the same corners as an earlier one (ids).
-        coincident: points of a cloud at the place of an earlier one.
+        orphans: number of points that no cell uses.
+        welded: number of points merged with an earlier one at the same place.
+        open: number of facets of one cell only: the boundary.
+        shared: number of facets of more than two cells (non-manifold).
+        turned: number of edges whose two cells have opposite winding.
+        collapsed: ids of cells of zero area or with a repeated corner.
+        copies: ids of cells with the same points as an earlier cell.
+        coincident: number of points of a cloud at the place of an earlier one.
     """
 
     orphans: int = 0
@@ -41,7 +41,7 @@ class Inspection:
     coincident: int = 0
 
     def findings(self, mesh: Mesh) -> list[str]:
-        """One line for everything that a user should know before training on it."""
+        """One line per irregularity that affects training, with the name of the mesh."""
         lines = []
         if self.orphans:
             lines.append(
@@ -71,18 +71,20 @@ class Inspection:
 
 
 def inspect(mesh: Mesh, found: Matches | None = None) -> Inspection:
-    """Look a mesh over; the matches of its facets may be passed where they are known."""
+    """Count the irregularities of a mesh.
+
+    Args:
+        mesh: any checked mesh.
+        found: the matches of its facets, if known.
+    """
     if not mesh.n_cells:
         return Inspection(coincident=len(mesh.points) - len(np.unique(coincident(mesh.points))))
     found = match(facets(mesh), mesh.n_points) if found is None else found
     used = np.zeros(mesh.n_points, bool)
     used[mesh.connectivity] = True
-    welded = 0
-    if mesh.weld is not None:
-        welded = int((mesh.weld != np.arange(mesh.n_points)).sum())
     return Inspection(
         orphans=int((~used).sum()),
-        welded=welded,
+        welded=mesh.n_welded,
         open=int(found.open.sum()),
         shared=found.shared,
         turned=_turned(found),
@@ -91,19 +93,22 @@ def inspect(mesh: Mesh, found: Matches | None = None) -> Inspection:
     )
 
 
-def glue(mesh: Mesh) -> tuple[Mesh, Matches]:
-    """The matches of all facets, once points at one place are merged where that glues cells.
+def weld_and_match(mesh: Mesh) -> tuple[Mesh, Matches]:
+    """Weld points at the same place if that connects cells, and match the facets of all cells.
 
-    Only points on open facets are looked at: where cells are glued already there is nothing to
-    merge, and the layers of a thin mesh stay apart. A mesh that has a weld map keeps it. What is
-    merged or deserves a look is said in a warning.
+    Only points of open facets are candidates: elsewhere cells are already connected, and the two
+    layers of a thin mesh stay separate. A mesh that already has `weld` keeps it. Merged points and
+    irregularities are reported as `MeshWarning`.
+
+    Returns:
+        The mesh, with `weld` set if points were merged, and its matches.
     """
     found = match(facets(mesh), mesh.n_points)
     if mesh.weld is None and found.open.any():
         merged = weld(mesh, candidates=open_points(mesh, found))
         again = found if merged is mesh else match(facets(merged), merged.n_points)
         if len(again.first) > len(found.first):
-            _say(merged, len(again.first) - len(found.first))
+            _warn_welded(merged, len(again.first) - len(found.first))
             mesh, found = merged, again
     for line in inspect(mesh, found).findings(mesh):
         warnings.warn(line, MeshWarning, stacklevel=3)
@@ -111,16 +116,16 @@ def glue(mesh: Mesh) -> tuple[Mesh, Matches]:
 
 
 def weld(mesh: Mesh, tolerance: float = 0.0, candidates: Array | None = None) -> Mesh:
-    """The mesh with a map that merges points at one place, for neighborhood only.
+    """Merge points at the same place for adjacency: sets `Mesh.weld`.
 
     Args:
-        mesh: its points and fields keep every row.
-        tolerance: distance up to which points are one place (chains merge), in the mesh's units;
-            0 for exactly equal coordinates.
-        candidates: ids of the points to look at, all by default.
+        mesh: any mesh; its points and fields keep every row.
+        tolerance: distance up to which points are merged (transitively), in units of the mesh;
+            0 merges exactly equal coordinates only.
+        candidates: ids of the points that may be merged; None for all.
 
     Returns:
-        The mesh with `weld` set where anything is merged, else the mesh itself.
+        The mesh with `weld` set, or the mesh itself if no points coincide.
     """
     ids = np.arange(mesh.n_points) if candidates is None else candidates
     first = coincident(mesh.points[ids], tolerance)
@@ -132,27 +137,33 @@ def weld(mesh: Mesh, tolerance: float = 0.0, candidates: Array | None = None) ->
 
 
 def coincident(points: Array, tolerance: float = 0.0) -> Array:
-    """(n,) row of the first point at the same place, for every point."""
-    n = len(points)
+    """(n,) row of the first point at the same place, for every point.
+
+    Args:
+        points: (n, 3) coordinates; -0 equals 0.
+        tolerance: as for `weld`.
+    """
     if tolerance > 0:
-        return _first_of_groups(_close_groups(points, tolerance), n)
-    points = points + 0.0  # -0.0 is the place of 0.0
-    order = np.lexsort(tuple(points[:, axis] for axis in range(points.shape[1])))
-    new = np.ones(n, bool)
-    new[1:] = (points[order[1:]] != points[order[:-1]]).any(axis=1)
-    group = np.empty(n, np.int64)
-    group[order] = np.cumsum(new) - 1
-    return _first_of_groups(group, n)
+        return _first_of_groups(_close_groups(points, tolerance))
+    places = np.ascontiguousarray(points, np.float64) + 0.0  # -0.0 becomes 0.0
+    bits = places.view(np.uint64)
+    keys = bits[:, 0] * np.uint64(0x9E3779B97F4A7C15)
+    for axis in (1, 2):
+        keys = (keys ^ (keys >> np.uint64(29)) ^ bits[:, axis]) * np.uint64(0xBF58476D1CE4E5B9)
+    first = _first_of_groups(keys)
+    if np.array_equal(bits[first], bits):
+        return first
+    return _first_of_groups(places.view(np.dtype((np.void, 24))).ravel())  # keys collided
 
 
-def _first_of_groups(group: Array, n: int) -> Array:
-    first = np.full(n, n, np.int64)
-    np.minimum.at(first, group, np.arange(n))
-    return first[group]
+def _first_of_groups(group: Array) -> Array:
+    """(n,) first row with the same value, for every row."""
+    _, first, inverse = np.unique(group, return_index=True, return_inverse=True)
+    return np.asarray(first[inverse])
 
 
 def _close_groups(points: Array, tolerance: float) -> Array:
-    """Group number of every point; points closer than `tolerance` are in one group."""
+    """Group number of every point; points within `tolerance` are in the same group."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
     from scipy.spatial import cKDTree
@@ -163,7 +174,7 @@ def _close_groups(points: Array, tolerance: float) -> Array:
 
 
 def open_points(mesh: Mesh, found: Matches) -> Array:
-    """Points that could glue a mesh further: of open edges, of the cells with open faces."""
+    """Candidates for welding: points of open edges, or of cells with open faces."""
     listed = found.facets
     points = np.zeros(mesh.n_points, bool)
     if listed.forward is not None:
@@ -171,24 +182,21 @@ def open_points(mesh: Mesh, found: Matches) -> Array:
     else:
         cells = np.zeros(mesh.n_cells, bool)
         cells[listed.owner[found.open]] = True
-        starts, stops = mesh.offsets[:-1][cells], mesh.offsets[1:][cells]
-        points[mesh.connectivity[ranges(starts, stops)]] = True
+        points[gather_rows(mesh.connectivity, mesh.offsets, np.flatnonzero(cells))[0]] = True
     return np.flatnonzero(points)
 
 
-def _say(mesh: Mesh, glued: int) -> None:
-    assert mesh.weld is not None
-    merged = int((mesh.weld != np.arange(mesh.n_points)).sum())
+def _warn_welded(mesh: Mesh, n_joined: int) -> None:
     warnings.warn(
-        f"{mesh.name}: {n_of(merged, 'exact duplicates')} of earlier points merged for "
-        f"neighborhood (by a map, rows stay), which joins cells along {glued} more facets",
+        f"{mesh.name}: {n_of(mesh.n_welded, 'exact duplicates')} of earlier points merged for "
+        f"adjacency (all rows are kept), which joins cells along {n_joined} more facets",
         MeshWarning,
         stacklevel=4,
     )
 
 
 def _turned(found: Matches) -> int:
-    """Edges of exactly two cells that both run through in the same direction."""
+    """Number of edges of exactly two cells that both traverse in the same direction."""
     forward = found.facets.forward
     if forward is None:
         return 0
@@ -200,7 +208,7 @@ def _turned(found: Matches) -> int:
 
 
 def _collapsed(mesh: Mesh, listed: Facets) -> tuple[int, ...]:
-    """Surface cells of zero area, or with the same point twice in a row."""
+    """Ids of surface cells of zero area, or with two equal consecutive corners."""
     if listed.forward is None:
         return ()
     zero = np.zeros(mesh.n_cells, bool)
@@ -212,10 +220,10 @@ def _collapsed(mesh: Mesh, listed: Facets) -> tuple[int, ...]:
 
 
 def _copies(mesh: Mesh, found: Matches) -> tuple[int, ...]:
-    """Cells with the same points as an earlier one.
+    """Ids of cells with the same points as an earlier cell.
 
-    A copy shares every facet with its original. Where no facet has three cells, the first two
-    facets of a copy lead to the same cell, which few cells do; else all pairs are looked at.
+    A copy shares every facet with its original. If no facet has three cells, only cells with the
+    same neighbor across their first two facets are compared; otherwise all pairs of neighbors.
     """
     offsets, owner = found.facets.offsets, found.facets.owner
     if found.shared:

@@ -1,4 +1,4 @@
-"""Mesh: points, cells of one dimension, fields; and the geometry of cells in plain numpy."""
+"""Mesh: points, cells of one dimension and fields, with the geometry of its cells."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from meshshard.errors import MeshError, n_of
-from meshshard.mesh.cells import CELL_TYPES, POLYGON, QUAD, TRIANGLE
+from meshshard.mesh.arrays import Array
+from meshshard.mesh.cells import CELL_TYPES, POLYGON, QUAD, TRIANGLE, types_present
+from meshshard.mesh.ragged import gather_rows
 
 __all__ = ["Faces", "Mesh", "vector_area"]
 
-Array = npt.NDArray[Any]
-CHUNK = 1 << 15  # cells a chunk: its gathered corners stay in the cache
+CHUNK = 1 << 15  # cells per chunk, so that the gathered corners stay in cache
 
 
 class Faces(NamedTuple):
@@ -27,39 +27,47 @@ class Faces(NamedTuple):
     Attributes:
         cell_offsets: (n_cells + 1,) faces of cell i are cell_offsets[i]:cell_offsets[i + 1].
         offsets: (n_faces + 1,) corners of face f are offsets[f]:offsets[f + 1].
-        connectivity: point ids, wound outward.
+        connectivity: point ids; by the right-hand rule the normals point outward.
     """
 
     cell_offsets: Array
     offsets: Array
     connectivity: Array
 
+    def take(self, cells: Array) -> Faces:
+        """The faces of some cells (their rows), in that order."""
+        n_faces = len(self.offsets) - 1
+        faces, cell_offsets = gather_rows(np.arange(n_faces), self.cell_offsets, cells)
+        connectivity, offsets = gather_rows(self.connectivity, self.offsets, faces)
+        return Faces(cell_offsets, offsets, connectivity)
 
-_CORNERS = np.zeros(256, np.int64)  # corners of the cell types that have nodes beyond them
+
+_CORNERS = np.zeros(256, np.int64)  # number of corners of curved cell types, 0 for all others
 for _number, _cell in CELL_TYPES.items():
     _CORNERS[_number] = _cell.n_corners
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """A surface, a volume, a set of curves (cells of one dimension) or a point cloud (no cells).
+    """A volume, a surface, a set of curves (cells of one dimension) or a point cloud (no cells).
 
-    Never changed in place; the arrays are the file's own wherever that is possible.
+    A mesh is never changed in place. Its arrays are views of the source wherever possible.
 
     Attributes:
         points: (n_points, 3) float32 or float64, in the units of the file.
         connectivity: point ids of all cells, one after the other.
         offsets: (n_cells + 1,) int64; cell i is connectivity[offsets[i]:offsets[i + 1]].
         types: (n_cells,) uint8, VTK cell types, all of dimension `dim`.
-        faces: the faces of the polyhedra, where there are any.
+        faces: the faces of polyhedra; None without polyhedra.
         point_fields: arrays with a row for each point, by name.
         cell_fields: arrays with a row for each cell, by name.
-        cell_origin: (n_cells,) row of each cell in the file, None where it is the row here
-            (cells of lower dimension and ghosts are left out, strips are cut into triangles).
-        weld: (n_points,) the first point at the same place, None where points are not merged.
-            Only neighborhood looks through it; points and fields keep every row of the file.
-        blocks: names of the blocks of a composite file; the cell field "block" counts into it.
-        name: what to call the mesh in messages, usually the file's name.
+        cell_origin: (n_cells,) row of each cell in the file; None where it equals the row here.
+            It differs where cells of lower dimension or ghost cells were left out, or triangle
+            strips were split.
+        weld: (n_points,) row of the first point at the same place; None where points are not
+            merged. Only adjacency uses it; points and fields keep every row of the file.
+        blocks: names of the blocks of a composite file; the cell field "block" is an index into it.
+        name: name of the mesh in messages, usually the file's.
     """
 
     points: Array
@@ -87,21 +95,27 @@ class Mesh:
     @cached_property
     def dim(self) -> int:
         """Dimension of the cells: 3 volume, 2 surface, 1 curves, 0 point cloud."""
-        present = np.flatnonzero(np.bincount(self.types))
-        return max((CELL_TYPES[int(t)].dim for t in present), default=0)
+        return max((CELL_TYPES[t].dim for t in types_present(self.types)), default=0)
 
     @property
     def kind(self) -> str:
-        """The word for it: volume, surface, curves or point cloud."""
+        """Name of the dimension: volume, surface, curves or point cloud."""
         return ("point cloud", "curves", "surface", "volume")[self.dim]
+
+    @property
+    def n_welded(self) -> int:
+        """Number of points that `weld` merges with an earlier one."""
+        if self.weld is None:
+            return 0
+        return int(np.count_nonzero(self.weld != np.arange(self.n_points)))
 
     @cached_property
     def offset(self) -> Array:
-        """(3,) float64 center to subtract before a cast to float32; zero unless far from it.
+        """(3,) float64 center of the mesh if it is far from the origin, else zero.
 
-        Points at 1e7 with a body of 0.5 keep five distinct places in float32. Where the center is
-        more than 100 times as far away as the body is large, positions for models are taken
-        relative to it. The points themselves are never moved.
+        Subtract it before a cast to float32: a body of size 0.5 at 1e7 keeps only five distinct
+        coordinates in float32. Far means that the center is more than 100 times the size of the
+        mesh away. Positions for models are relative to it; the points are never moved.
         """
         if not self.n_points:
             return np.zeros(3)
@@ -113,7 +127,7 @@ class Mesh:
     def with_fields(
         self, *, cell: Mapping[str, Array] | None = None, point: Mapping[str, Array] | None = None
     ) -> Mesh:
-        """A copy with further fields; an array of the same name is replaced."""
+        """A copy with additional fields; fields of the same name are replaced."""
         return replace(
             self,
             cell_fields={**self.cell_fields, **(cell or {})},
@@ -121,12 +135,12 @@ class Mesh:
         )
 
     def __repr__(self) -> str:
-        """One line: what it is and how large."""
+        """One line: name, kind, number of points and cells."""
         counts = f"{n_of(self.n_points, 'points')}, {n_of(self.n_cells, 'cells')}"
         return f"Mesh({self.name}: {self.kind}, {counts})"
 
     def _repr_html_(self) -> str:
-        """A small table for a notebook: size, cells by type, bounds, fields with their ranges."""
+        """A table for notebooks: size, cells by type, bounds, fields with their ranges."""
         rows = [("points", f"{self.n_points:,} ({self.points.dtype})")]
         rows += [("cells", _counted(self))] if self.n_cells else []
         if self.n_points:
@@ -142,7 +156,7 @@ class Mesh:
         return f"<b>{escape(self.name)}</b>: {self.kind}<table>{body}</table>"
 
     def centers(self) -> Array:
-        """(n_cells, 3) float64 mean of each cell's points, relative to `offset`."""
+        """(n_cells, 3) float64 mean of the points of each cell, relative to `offset`."""
         out = np.empty((self.n_cells, 3))
         for rows, ids, starts in self._chunks():
             count = np.diff(np.append(starts, len(ids)))
@@ -153,30 +167,31 @@ class Mesh:
         return out
 
     def positions(self, on: str) -> Array:
-        """(n, 3) float64 place of every entity, "cells" or "points", relative to `offset`."""
+        """(n, 3) float64 centers of all "cells", or all "points", relative to `offset`."""
         if on == "cells":
             return self.centers()
         return np.asarray(self.points, np.float64) - self.offset
 
     def area_vectors(self) -> Array:
-        """(n_cells, 3) float64 area times normal of each surface cell, by the stored winding.
+        """(n_cells, 3) float64 area times unit normal of each surface cell.
 
-        Half the sum of the cross products of consecutive corners about the first one: exact for
-        flat polygons, the standard vector area for warped ones. OpenFOAM stores boundary faces
-        with normals out of the fluid, into the body; negate them for the body's own outside.
+        Half the sum of the cross products of consecutive corners relative to the first one: exact
+        for flat polygons, the standard vector area for warped ones. The normal follows the stored
+        winding (right-hand rule). OpenFOAM stores boundary faces with normals that point out of
+        the fluid, into the body: negate them for the outward normals of the body.
 
         Raises:
             MeshError: the mesh is not a surface.
         """
         if self.dim != 2:
-            raise MeshError(f"{self.name}: areas need a surface, this is a {self.kind}")
+            raise MeshError(f"{self.name}: areas need a surface, got a {self.kind}")
         out = np.empty((self.n_cells, 3))
         for rows, corners in self.corner_groups():
             out[rows] = vector_area([c.astype(np.float64) for c in corners])
         return out
 
     def corner_groups(self) -> Iterator[tuple[Array, list[Array]]]:
-        """Surface cells in groups of as many corners: their rows (m,), and each corner (m, 3)."""
+        """Surface cells grouped by number of corners: rows (m,), and each of the corners (m, 3)."""
         for rows, ids, starts in self._chunks():
             count = self._corner_counts(rows, np.diff(np.append(starts, len(ids))))
             for n in np.flatnonzero(np.bincount(count)):
@@ -189,9 +204,9 @@ class Mesh:
         return np.asarray(np.linalg.norm(self.area_vectors(), axis=1))
 
     def normals(self) -> Array:
-        """(n_cells, 3) float64 unit normals by the stored winding (see `area_vectors`).
+        """(n_cells, 3) float64 unit normals of a surface (see `area_vectors`).
 
-        A cell of zero area has the normal zero.
+        The normal of a cell of zero area is zero.
         """
         area = self.area_vectors()
         length = np.linalg.norm(area, axis=1, keepdims=True)
@@ -199,12 +214,12 @@ class Mesh:
         return area
 
     def _corner_counts(self, rows: slice, count: Array) -> Array:
-        """Corners of the cells in `rows`, which have `count` points: fewer on curved cells."""
+        """Number of corners of the cells in `rows` with `count` points; fewer in curved cells."""
         fixed = _CORNERS[self.types[rows]]
         return np.where(fixed > 0, fixed, count)
 
     def _chunks(self) -> Iterator[tuple[slice, Array, Array]]:
-        """Runs of cells: their rows, their point ids, the start of each cell among these."""
+        """Chunks of cells: their rows, their point ids, the start of each cell within the ids."""
         for first in range(0, self.n_cells, CHUNK):
             last = min(first + CHUNK, self.n_cells)
             bounds = self.offsets[first : last + 1]
@@ -216,7 +231,7 @@ class Mesh:
 
 
 def _counted(mesh: Mesh) -> str:
-    """Cells by type; polygons by their corners."""
+    """Number of cells by type; polygons of 3 and 4 corners count as triangles and quads."""
     types, corners = mesh.types, np.diff(mesh.offsets)
     for n, like in ((3, TRIANGLE), (4, QUAD)):
         types = np.where((types == POLYGON) & (corners == n), np.uint8(like), types)
@@ -229,7 +244,7 @@ def _counted(mesh: Mesh) -> str:
 
 
 def _described(values: Array) -> str:
-    """Type, width and range of a field in a few words."""
+    """Dtype, number of components and range of a field."""
     width = int(np.prod(values.shape[1:], dtype=int))
     text = f"{values.dtype}" + (f" × {width}" if width != 1 else "")
     real = values[np.isfinite(values)] if values.dtype.kind == "f" else values.ravel()
@@ -240,21 +255,21 @@ def _described(values: Array) -> str:
 
 
 def vector_area(corners: list[Array]) -> Array:
-    """Vector area (m, 3) of m polygons, given each of their n corners as (m, 3).
+    """(m, 3) vector areas of m polygons, given each of their n corners as (m, 3).
 
-    Two diagonals do for a quad, one more spoke for every further corner.
+    A quad needs only the cross product of its diagonals; others one product per triangle of a fan.
     """
     if len(corners) == 4:
         return _cross(corners[2] - corners[0], corners[3] - corners[1]) / 2
-    spokes = [c - corners[0] for c in corners[1:]]
+    rays = [c - corners[0] for c in corners[1:]]
     total = np.zeros_like(corners[0])
-    for a, b in itertools.pairwise(spokes):
+    for a, b in itertools.pairwise(rays):
         total += _cross(a, b)
     return total / 2
 
 
 def _cross(a: Array, b: Array) -> Array:
-    """Cross products of rows, a third of the time of numpy's for many short vectors."""
+    """Row-wise cross product, in a third of the time of `np.cross` for many rows."""
     out = np.empty_like(a)
     for i, j, k in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
         out[:, i] = a[:, j] * b[:, k] - a[:, k] * b[:, j]

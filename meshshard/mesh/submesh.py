@@ -1,4 +1,4 @@
-"""Assembly: take a piece out of a mesh, put pieces together again; each the other's inverse."""
+"""Submeshes: extract a piece of a mesh, and assemble pieces into the mesh again."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from meshshard.errors import MeshError
 from meshshard.mesh.arrays import Array
 from meshshard.mesh.mesh import Faces, Mesh
-from meshshard.mesh.ragged import offsets_of, ranges
+from meshshard.mesh.ragged import gather_rows, offsets_of, ranges
 
 __all__ = ["Piece", "assemble", "extract"]
 
 
 class Piece(NamedTuple):
-    """A part of a mesh as a mesh of its own, and where its rows come from.
+    """A part of a mesh, and the rows of its cells and points in the whole mesh.
 
     Attributes:
-        mesh: the piece; ids in it are local.
+        mesh: the part; its ids are local.
         cells: (n_cells,) row of each of its cells in the whole mesh.
         points: (n_points,) row of each of its points in the whole mesh.
     """
@@ -30,29 +30,25 @@ class Piece(NamedTuple):
 
 
 def extract(mesh: Mesh, cells: Array, points: Array | None = None) -> Piece:
-    """The cells of some rows, in that order, with all their points and the fields of both.
+    """Extract cells, in the given order, with their points and the fields of both.
 
     Args:
-        mesh: the whole.
+        mesh: the whole mesh.
         cells: rows of the cells.
-        points: rows of points that come first, in that order, used or not. The others that the
-            cells need follow, ascending.
+        points: rows of points that come first, in that order, whether cells use them or not. The
+            other points of the cells follow, ascending.
     """
-    starts, stops = mesh.offsets[cells], mesh.offsets[cells + 1]
-    ids = mesh.connectivity[ranges(starts, stops)]
-    face_ids, face_bounds, cell_bounds = _faces_of(mesh, cells)
-    rows = _needed(mesh.n_points, [ids, face_ids], points)
+    ids, offsets = gather_rows(mesh.connectivity, mesh.offsets, cells)
+    faces = None if mesh.faces is None else mesh.faces.take(cells)
+    rows = _needed(mesh.n_points, [ids] if faces is None else [ids, faces.connectivity], points)
     place = np.empty(mesh.n_points, np.int32 if mesh.n_points < 2**31 else np.int64)
     place[rows] = np.arange(len(rows), dtype=place.dtype)
-    faces = None
-    if mesh.faces is not None:
-        faces = Faces(cell_bounds, face_bounds, place[face_ids])
     piece = Mesh(
         points=mesh.points.take(rows, axis=0),
         connectivity=place[ids],
-        offsets=offsets_of(stops - starts),
+        offsets=offsets,
         types=mesh.types[cells],
-        faces=faces,
+        faces=None if faces is None else faces._replace(connectivity=place[faces.connectivity]),
         point_fields={name: a.take(rows, axis=0) for name, a in mesh.point_fields.items()},
         cell_fields={name: a.take(cells, axis=0) for name, a in mesh.cell_fields.items()},
         cell_origin=None if mesh.cell_origin is None else mesh.cell_origin[cells],
@@ -63,12 +59,18 @@ def extract(mesh: Mesh, cells: Array, points: Array | None = None) -> Piece:
 
 
 def assemble(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str = "mesh") -> Mesh:
-    """The mesh whose cells the pieces hold once each, and whose points at least once.
+    """Assemble the whole mesh from pieces: the inverse of `extract`.
+
+    Args:
+        pieces: together they hold every cell once, and every point at least once.
+        n_cells: number of cells of the whole mesh.
+        n_points: number of points of the whole mesh.
+        name: name of the mesh.
 
     Raises:
-        MeshError: a row that no piece holds, a cell that two hold, or pieces with different fields.
+        MeshError: a row is missing, a cell is in two pieces, or the pieces have different fields.
     """
-    _prove_cover(pieces, n_cells, n_points, name)
+    _check_cover(pieces, n_cells, n_points, name)
     first = pieces[0].mesh
     points = np.empty((n_points, 3), first.points.dtype)
     count = np.zeros(n_cells, np.int64)
@@ -98,20 +100,8 @@ def assemble(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str = "
     )
 
 
-def _faces_of(mesh: Mesh, cells: Array) -> tuple[Array, Array, Array]:
-    """Corner ids, face bounds and cell bounds of the polyhedra among some cells."""
-    none = mesh.connectivity[:0]
-    if mesh.faces is None:
-        return none, none, none
-    starts, stops = mesh.faces.cell_offsets[cells], mesh.faces.cell_offsets[cells + 1]
-    faces = ranges(starts, stops)
-    first, last = mesh.faces.offsets[faces], mesh.faces.offsets[faces + 1]
-    ids = mesh.faces.connectivity[ranges(first, last)]
-    return ids, offsets_of(last - first), offsets_of(stops - starts)
-
-
 def _needed(n_points: int, used: list[Array], first: Array | None) -> Array:
-    """Rows of points: those that come first, then the others in use, ascending."""
+    """Rows of points: `first`, then the other points in use, ascending."""
     wanted = np.zeros(n_points, bool)
     for ids in used:
         wanted[ids] = True
@@ -121,8 +111,8 @@ def _needed(n_points: int, used: list[Array], first: Array | None) -> Array:
     return np.concatenate([first, np.flatnonzero(wanted)])
 
 
-def _prove_cover(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str) -> None:
-    """Every cell once, every point at least once."""
+def _check_cover(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str) -> None:
+    """Every cell is in one piece, every point in at least one."""
     held = np.zeros(n_cells, np.int64)
     seen = np.zeros(n_points, bool)
     for piece in pieces:
@@ -130,13 +120,13 @@ def _prove_cover(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str
         seen[piece.points] = True
     wrong = np.flatnonzero(held != 1)
     if len(wrong):
-        raise MeshError(f"{name}: cell {wrong[0]} is held by {held[wrong[0]]} pieces, not by one")
+        raise MeshError(f"{name}: cell {wrong[0]} is in {held[wrong[0]]} pieces, must be in one")
     if not seen.all():
         raise MeshError(f"{name}: point {np.flatnonzero(~seen)[0]} is in no piece")
 
 
 def _fields(parts: list[tuple[Mapping[str, Array], Array]], n: int, name: str) -> dict[str, Array]:
-    """Fields of all pieces, each row in its place."""
+    """Fields of the whole mesh from those of the pieces."""
     out: dict[str, Array] = {}
     for fields, rows in parts:
         if out.keys() != fields.keys() and parts[0][0] is not fields:

@@ -26,7 +26,7 @@ from meshshard.graph.plan import (
     send_lists,
 )
 from meshshard.mesh import Array, Mesh
-from meshshard.mesh.inspection import glue
+from meshshard.mesh.inspection import weld_and_match
 from meshshard.mesh.ragged import offsets_of
 from meshshard.partitioning.methods import Partitioner, label, partitioner_of, record_of
 from meshshard.partitioning.pieces import pieces_of
@@ -373,7 +373,7 @@ def _graph_of(mesh: Mesh, entity: str, graph: Graph | None) -> tuple[Mesh, Graph
         if graph is None:
             return mesh, knn_graph(mesh.points, CLOUD_NEIGHBORS)
         return mesh, _checked(mesh, entity, graph)
-    mesh, found = glue(mesh)
+    mesh, found = weld_and_match(mesh)
     if graph is not None:
         return mesh, _checked(mesh, entity, graph)
     if entity == "cells":

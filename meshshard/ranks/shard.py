@@ -18,7 +18,7 @@ from meshshard.comm import Domain, Exchange
 from meshshard.errors import StoreError, n_of
 from meshshard.graph.plan import Plan, runs
 from meshshard.mesh import Array, Mesh
-from meshshard.mesh.ragged import ranges
+from meshshard.mesh.ragged import offsets_of, ranges
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 
 __all__ = ["Shard", "load"]
@@ -208,7 +208,7 @@ def _opened(path: str | Path, domain: Domain) -> store.Folder:
 
 def _merged(folder: store.Folder, cuts: Array, rank: int) -> Plan:
     """The plan of a run of shards as one: what they need of each other is interior."""
-    offsets = np.concatenate([[0], np.cumsum(folder.sizes)])
+    offsets = offsets_of(folder.sizes)
     mine = range(int(cuts[rank]), int(cuts[rank + 1]))
     first, last = int(offsets[mine.start]), int(offsets[mine.stop])
     plans = [folder.plan(p) for p in mine]
@@ -224,7 +224,7 @@ def _merged(folder: store.Folder, cuts: Array, rank: int) -> Plan:
         n_owned=last - first,
         halo=halo,
         hops=hops,
-        indptr=np.concatenate([[0], np.cumsum(degree)]),
+        indptr=offsets_of(degree),
         indices=local,
         send_rows=send_rows - first,
         send_counts=send_counts,
@@ -254,7 +254,7 @@ def _edges(
         counts.append(np.diff(plan.indptr))
         sources.append(ids[plan.indices])
     ids, count = np.concatenate(to), np.concatenate(counts).astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(count)])[:-1]
+    starts = offsets_of(count)[:-1]
     # A row's own shard comes first; other copies of its in-edges are the same.
     wanted = np.concatenate([np.arange(first, last), halo])
     order = np.lexsort((-count, ids))

@@ -39,7 +39,6 @@ def manifest_of(
         cut: how it was cut: `entity`, `sizes`, `targets`, `halo_depth`, `method`, `quality`.
         source: the file that was read; its path, size and sha256 are recorded.
     """
-    merged = 0 if mesh.weld is None else int((mesh.weld != np.arange(mesh.n_points)).sum())
     return {
         "schema": SCHEMA,
         "name": Path(mesh.name).name,
@@ -48,7 +47,7 @@ def manifest_of(
         "n_cells": mesh.n_cells,
         "points_dtype": str(mesh.points.dtype),
         "offset": mesh.offset.tolist(),
-        "welded_points": merged,
+        "welded_points": mesh.n_welded,
         "blocks": list(mesh.blocks),
         "fields": [*_describe(mesh.cell_fields, "cells"), *_describe(mesh.point_fields, "points")],
         "source": None if source is None else _describe_source(Path(source)),

@@ -1,3 +1,3 @@
-"""Readers: a file of one format to data sets, one module a family of formats."""
+"""Readers: one module for each family of formats, from a path to a list of `Dataset`."""
 
 __all__: list[str] = []

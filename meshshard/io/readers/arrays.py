@@ -1,4 +1,4 @@
-"""Meshes from plain arrays: in memory, and point clouds from .npz, .npy, .csv and .pt."""
+"""Meshes from arrays in memory, and point clouds from .npz, .npy, .csv and .pt files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from meshshard.io.dataset import Dataset
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.cells import POLYGON, QUAD, TRIANGLE
 from meshshard.mesh.checks import check, warn
-from meshshard.mesh.ragged import offsets_of
+from meshshard.mesh.ragged import no_rows, offsets_of
 
-__all__ = ["from_arrays", "read_csv", "read_npy", "read_npz", "read_pt"]
+__all__ = ["from_arrays", "read_csv", "read_npz", "read_pt"]
 
 NAMES = ("points", "pos", "coords", "xyz", "coordinates", "positions", "vertices")
 AXES = (
@@ -27,7 +27,7 @@ AXES = (
     ("points_0", "points_1", "points_2"),
 )
 
-_NPZ_FAULTS = (
+_NPZ_ERRORS = (
     ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 
@@ -45,24 +45,22 @@ def from_arrays(
     Args:
         points: (n_points, 3) coordinates, or (n_points, 2) with z = 0.
         cells: (n_cells, k) point ids, a list of polygons, a tuple (offsets, connectivity) with
-            n_cells + 1 offsets, or None for a cloud.
+            n_cells + 1 offsets, or None for a point cloud.
         cell_fields: arrays with a row for each cell, by name.
         point_fields: arrays with a row for each point, by name.
-        name: what to call the mesh in messages.
+        name: name of the mesh in messages.
 
     Raises:
-        MeshError: the arrays contradict each other.
+        MeshError: the arrays are inconsistent.
     """
-    where = np.asarray(points)
-    if where.ndim == 2 and where.shape[1] == 2:
-        where = np.column_stack([where, np.zeros(len(where), where.dtype)])
-    if where.dtype.kind != "f":
-        where = where.astype(np.float64)
-    connectivity, offsets = _runs(cells)
+    coordinates = _with_z(np.asarray(points))
+    if coordinates.dtype.kind != "f":
+        coordinates = coordinates.astype(np.float64)
+    connectivity, offsets = _cells(cells)
     counts = np.diff(offsets)
     types = np.select([counts == 3, counts == 4], [TRIANGLE, QUAD], POLYGON).astype(np.uint8)
     mesh = Mesh(
-        points=where,
+        points=coordinates,
         connectivity=connectivity,
         offsets=offsets,
         types=types,
@@ -73,10 +71,10 @@ def from_arrays(
     return check(mesh)
 
 
-def _runs(cells: Any) -> tuple[Array, Array]:
-    """Connectivity and offsets of cells in any of the forms that `from_arrays` takes."""
+def _cells(cells: Any) -> tuple[Array, Array]:
+    """Connectivity and offsets of cells in any form that `from_arrays` accepts."""
     if cells is None or len(cells) == 0:
-        return np.zeros(0, np.int64), np.zeros(1, np.int64)
+        return no_rows()
     if isinstance(cells, tuple):
         offsets, connectivity = (np.asarray(part) for part in cells)
         return connectivity, offsets.astype(np.int64, copy=False)
@@ -88,29 +86,35 @@ def _runs(cells: Any) -> tuple[Array, Array]:
     return ids, offsets_of(counts)
 
 
+def _with_z(points: Array) -> Array:
+    """Points (n, 2) with z = 0 added; others as they are."""
+    if points.ndim != 2 or points.shape[1] != 2:
+        return points
+    return np.column_stack([points, np.zeros(len(points), points.dtype)])
+
+
 def cloud(arrays: Mapping[str, Array], path: Path) -> Dataset:
-    """A point cloud from named arrays: one of them holds the points, those of n rows are fields.
+    """A point cloud from named arrays: one holds the points, others with as many rows are fields.
 
     Args:
-        arrays: any; points are (n, 3) or (n, 2), in which case z is 0.
-        path: for messages.
+        arrays: the arrays by name; points are (n, 3), or (n, 2) with z = 0.
+        path: the file, for messages.
 
     Raises:
-        ReadError: no array can be the points.
+        ReadError: no array holds points.
     """
     lower = {name.lower(): name for name in arrays}
     key = next((lower[name] for name in NAMES if name in lower), None)
     shapes = ", ".join(f"{name} {values.shape}" for name, values in arrays.items())
     if key is None:
-        raise ReadError(f"{path}: no array called {' or '.join(NAMES[:4])}; it has {shapes}")
+        raise ReadError(f"{path}: no array is called {' or '.join(NAMES[:4])}; it has {shapes}")
     points = arrays[key]
     if points.ndim != 2 or points.shape[1] not in (2, 3) or points.dtype.kind not in "fiu":
         raise ReadError(
             f"{path}: '{key}' has the shape {points.shape} and type {points.dtype}, points must be "
-            f"(n, 3) numbers; transpose it? All arrays: {shapes}"
+            f"(n, 3) numbers; is it transposed? All arrays: {shapes}"
         )
-    if points.shape[1] == 2:
-        points = np.column_stack([points, np.zeros(len(points), points.dtype)])
+    points = _with_z(points)
     fields = {}
     for name, values in arrays.items():
         if name == key:
@@ -118,41 +122,31 @@ def cloud(arrays: Mapping[str, Array], path: Path) -> Dataset:
         if values.ndim and len(values) == len(points) and values.dtype.kind in "fiub":
             fields[name] = values
         else:
-            warn(
-                f"{path}: array '{name}' {values.shape} {values.dtype} is no point field, left out"
-            )
+            shape = f"{values.shape} {values.dtype}"
+            warn(f"{path}: array '{name}' {shape} is left out: it is not a point field")
     return Dataset(np.ascontiguousarray(points), point_fields=fields)
 
 
 def read_npz(path: Path) -> list[Dataset]:
-    """The arrays of an .npz file as a cloud.
+    """The arrays of an .npz file, or the (n, 3) array of an .npy file, as a point cloud.
 
     Raises:
-        ReadError: damaged, Python objects in it, or no points.
+        ReadError: the file is damaged, holds Python objects, or has no points.
     """
     try:
-        with path.open("rb") as file:  # numpy leaves it open where it is damaged
+        with path.open("rb") as file:  # numpy leaves a damaged file open
             loaded = np.load(file, allow_pickle=False)
             arrays = {"points": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
         return [cloud(arrays, path)]
-    except _NPZ_FAULTS as error:
+    except _NPZ_ERRORS as error:
         raise ReadError(f"{path}: damaged or not plain arrays: {_first_line(error)}") from None
 
 
-def read_npy(path: Path) -> list[Dataset]:
-    """The one array of an .npy file, (n, 3), as a cloud.
-
-    Raises:
-        ReadError: as for `read_npz`.
-    """
-    return read_npz(path)
-
-
 def read_csv(path: Path) -> list[Dataset]:
-    """Columns of a text table with a header line; x, y and z are the points.
+    """A point cloud from a text table with a header line; the columns x, y and z are the points.
 
     Raises:
-        ReadError: no such columns, or a line that does not fit, named by its number.
+        ReadError: these columns are missing, or a line does not fit; names the line.
     """
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         header = file.readline()
@@ -161,16 +155,16 @@ def read_csv(path: Path) -> list[Dataset]:
     lower = [name.lower() for name in names]
     axes = next((a for a in AXES if set(a[:2]) <= set(lower)), None)
     if axes is None:
-        raise ReadError(f"{path}: no columns x, y, z in the header line: {', '.join(names)[:200]}")
+        raise ReadError(f"{path}: no columns x, y, z in its header line: {', '.join(names)[:200]}")
     try:
         table = np.loadtxt(path, delimiter=mark, skiprows=1, ndmin=2, encoding="utf-8-sig")
     except (ValueError, OverflowError):
-        raise ReadError(_bad_line(path, mark, names)) from None
+        raise ReadError(_damage(path, mark, names)) from None
     if table.size and table.shape[1] != len(names):
-        raise ReadError(_bad_line(path, mark, names))
+        raise ReadError(_damage(path, mark, names))
     columns = {name: np.ascontiguousarray(c) for name, c in zip(names, table.T, strict=False)}
     if len(columns) < len(names):
-        warn(f"{path}: columns of the same name: only the last of each is kept")
+        warn(f"{path}: several columns have the same name; the last of each is kept")
     taken = [names[lower.index(axis)] for axis in axes if axis in lower]
     if not table.size:
         raise ReadError(f"{path}: empty: no points below the header line")
@@ -178,23 +172,23 @@ def read_csv(path: Path) -> list[Dataset]:
     return [cloud({"points": points, **columns}, path)]
 
 
-def _bad_line(path: Path, mark: str, names: list[str]) -> str:
-    """Say which line of a table is not made of as many numbers as the header has names."""
+def _damage(path: Path, mark: str, names: list[str]) -> str:
+    """Message about the first line of a table that is not one number per column."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         for number, line in enumerate(file, 1):
             words = line.split("#")[0].strip().split(mark)
-            if number > 1 and words != [""] and (fault := _fault(words, names, number)):
-                return f"{path}: {fault}"
+            if number > 1 and words != [""] and (problem := _problem(words, names, number)):
+                return f"{path}: {problem}"
     return f"{path}: not a table of numbers"
 
 
-def _fault(words: list[str], names: list[str], number: int) -> str:
-    """What is wrong with the words of a line; empty where nothing is."""
+def _problem(words: list[str], names: list[str], number: int) -> str:
+    """What is wrong with the words of a line; empty if they are right."""
     if len(words) != len(names):
         return f"line {number} has {len(words)} columns, the header {len(names)}"
     for name, word in zip(names, words, strict=True):
         if not _is_number(word):
-            return f"line {number} (row {number - 1}): {name} = '{word[:40]}' is no number"
+            return f"line {number} (row {number - 1}): {name} = '{word[:40]}' is not a number"
     return ""
 
 
@@ -207,10 +201,10 @@ def _is_number(word: str) -> bool:
 
 
 def read_pt(path: Path) -> list[Dataset]:
-    """A dict of tensors, or one (n, 3) tensor, saved with torch.save.
+    """A point cloud from a dict of tensors, or one (n, 3) tensor, saved with torch.save.
 
     Raises:
-        ReadError: torch is missing, the file is damaged or holds Python objects.
+        ReadError: torch is not installed, or the file is damaged or holds Python objects.
     """
     try:
         import torch
@@ -218,7 +212,7 @@ def read_pt(path: Path) -> list[Dataset]:
         raise ReadError(f"{path}: needs torch; pip install torch") from None
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises whatever its unpickler met
+    except Exception as error:  # torch may raise any error of its unpickler
         raise ReadError(
             f"{path}: cannot be loaded: {_first_line(error)}; save a plain dict of tensors"
         ) from None

@@ -1,4 +1,4 @@
-"""OBJ files: the numbers of all lines of one kind are parsed at once."""
+"""OBJ files: all lines of one kind are parsed at once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from meshshard.errors import ReadError
 from meshshard.io.dataset import Dataset
 from meshshard.io.readers.scanner import parse_numbers
 from meshshard.mesh import Array
+from meshshard.mesh.cells import LINE, POLY_LINE, POLYGON
 from meshshard.mesh.checks import warn
 from meshshard.mesh.ragged import offsets_of
 
@@ -23,7 +24,7 @@ SPACE, NEWLINE, SLASH = b" \n/"
 
 
 class _Geometry(NamedTuple):
-    """Points (n, 3); point rows of lines and faces one after the other, and how many each has."""
+    """Points (n, 3); for lines and for faces, the rows of their points and how many each has."""
 
     points: Array
     lines: tuple[Array, Array]
@@ -31,34 +32,34 @@ class _Geometry(NamedTuple):
 
 
 def read_obj(path: Path) -> list[Dataset]:
-    """Points, faces and lines of an OBJ file; texture, normals and groups are not geometry.
+    """Points, faces and lines of an OBJ file; texture, normals and groups are ignored.
 
     Raises:
         ReadError: an index is 0 or out of range, or a line is damaged.
     """
     text = path.read_bytes()
-    if b"\\" in text:  # lines that go on
+    if b"\\" in text:  # continued lines
         text = text.replace(b"\\\r\n", b" ").replace(b"\\\n", b" ")
     try:
         points, lines, faces = _at_once(text)
     except ValueError:
         points, lines, faces = _by_line(text, path)
     if not len(points):
-        raise ReadError(f"{path}: empty: no points (v lines) in it, or no OBJ file")
-    if _names_a_point_twice(*faces):
-        warn(f"{path}: some faces name a point twice")
+        raise ReadError(f"{path}: empty: no points (v lines) in it, or not an OBJ file")
+    if _has_repeated_points(*faces):
+        warn(f"{path}: some faces have the same point twice")
     # VTK's order: lines before polygons
     ids, counts = (np.concatenate(pair) for pair in zip(lines, faces, strict=True))
-    types = np.where(counts == 2, 3, 4)
-    types[len(lines[1]) :] = 7
+    types = np.where(counts == 2, LINE, POLY_LINE)
+    types[len(lines[1]) :] = POLYGON
     return [Dataset(points, ids, offsets_of(counts), types.astype(np.uint8))]
 
 
 def _at_once(text: bytes) -> _Geometry:
-    """What an orderly file holds.
+    """The geometry of a regular file.
 
     Raises:
-        ValueError: there is a line that takes `_by_line` to understand or to refuse.
+        ValueError: some line is irregular or damaged; use `_by_line`.
     """
     if any(blank in text for blank in BLANKS):
         text = text.translate(_TO_SPACE)
@@ -68,7 +69,7 @@ def _at_once(text: bytes) -> _Geometry:
     first, second = letters[bounds[:-1]], letters[np.minimum(bounds[:-1] + 1, len(letters) - 1)]
     if (first == SPACE).any():
         return _at_once(re.sub(rb"(?m)^ +", b"", text))
-    alone = (second == SPACE) | (second == NEWLINE)  # v, but neither vn nor vt
+    alone = (second == SPACE) | (second == NEWLINE)  # v, but not vn or vt
     vertex, line, face = ((first == letter) & alone for letter in b"vlf")
     points = _coordinates(_Block(text, bounds, vertex))
     before = np.cumsum(vertex)
@@ -77,7 +78,7 @@ def _at_once(text: bytes) -> _Geometry:
 
 
 class _Block:
-    """The lines of one kind, joined, their keyword of one letter and all slashes blanked."""
+    """The concatenated lines of one kind, their keywords and all slashes replaced by blanks."""
 
     def __init__(self, text: bytes, bounds: Array, chosen: Array) -> None:
         edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
@@ -101,7 +102,7 @@ class _Block:
         """All numbers (n,), those behind slashes too."""
         out = parse_numbers(self.letters.tobytes(), dtype)
         if len(out) != len(self.starts):
-            raise ValueError("words that are no numbers")
+            raise ValueError("some words are not numbers")
         return out
 
     def counts(self, starts: Array) -> Array:
@@ -120,7 +121,7 @@ def _coordinates(block: _Block) -> Array:
 
 
 def _rows(block: _Block, before: Array) -> tuple[Array, Array]:
-    """Point rows, and how many each line has; `before` counts the points above each line."""
+    """Rows of points, and how many each line has; `before` is the number of points above it."""
     counts = block.counts(block.starts[block.leads])
     ids = block.numbers(np.int64)[block.leads]
     negative = ids < 0
@@ -134,7 +135,7 @@ def _rows(block: _Block, before: Array) -> tuple[Array, Array]:
     return ids - 1, counts
 
 
-def _names_a_point_twice(ids: Array, counts: Array) -> bool:
+def _has_repeated_points(ids: Array, counts: Array) -> bool:
     starts = offsets_of(counts)[:-1]
     for width in np.flatnonzero(np.bincount(counts)):
         corners = ids[starts[counts == width][:, None] + np.arange(width)]
@@ -145,7 +146,7 @@ def _names_a_point_twice(ids: Array, counts: Array) -> bool:
 
 
 def _by_line(text: bytes, path: Path) -> _Geometry:
-    """`_at_once` for a file that is damaged or odd: slower, and says where."""
+    """The same as `_at_once`, slower: for irregular files, and to find the line of an error."""
     points: list[list[float]] = []
     cells: dict[bytes, list[list[int]]] = {b"l": [], b"f": []}
     for number, line in enumerate(text.split(b"\n"), 1):
@@ -177,7 +178,7 @@ def _vertex(words: list[bytes]) -> list[float]:
 
 
 def _row(word: bytes, n: int) -> int:
-    """Row of a point; indices count from 1, negative ones from the last point so far."""
+    """Row of a point; indices start at 1, negative ones count back from the last point so far."""
     index = int(word.split(b"/")[0])
     if index == 0:
         raise ValueError("index 0: OBJ indices are 1-based; add 1 to all of them")

@@ -1,4 +1,4 @@
-"""Scanner: words and runs of numbers in a file that mixes text with ascii or binary data."""
+"""Scanner of files that mix lines of text with ascii or binary numbers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Scanner", "parse_numbers"]
 
 
 def parse_numbers(text: str | bytes, dtype: Any) -> Array:
-    """Numbers of a text, separated by white space.
+    """Parse numbers separated by white space.
 
     Raises:
-        ValueError: something in the text is not a number.
+        ValueError: a word is not a number.
     """
     if isinstance(text, bytes):
         text = text.decode("latin-1")
-    if not text or text.isspace():  # numpy makes one number of it
+    if not text or text.isspace():  # np.fromstring would return one number
         return np.empty(0, dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
@@ -41,25 +41,25 @@ def _leading_numbers(text: bytes) -> Iterator[float]:
 
 
 class Scanner:
-    """A place in a file that moves on as lines and numbers are taken.
+    """A position in a file; methods that return lines or numbers advance it.
 
     Attributes:
         path: the file, for messages.
-        data: all its bytes.
-        at: the next byte to look at.
+        data: the bytes of the file.
+        at: the position, in bytes.
     """
 
     def __init__(self, path: Path, data: bytes | None = None) -> None:
-        """Read the file, unless its data are given."""
+        """Read the file, unless `data` is given."""
         self.path = path
         self.data = path.read_bytes() if data is None else data
         self.at = 0
 
     @cached_property
     def _starts(self) -> Array:
-        """Where each word of the file begins."""
-        black = np.frombuffer(self.data, np.uint8) > 32
-        return np.flatnonzero(black & ~np.concatenate([[False], black[:-1]]))
+        """Position of the first byte of every word."""
+        visible = np.frombuffer(self.data, np.uint8) > 32
+        return np.flatnonzero(visible & ~np.concatenate([[False], visible[:-1]]))
 
     def raw_line(self) -> str:
         """The rest of this line."""
@@ -69,14 +69,14 @@ class Scanner:
         return text.decode("utf-8", "replace").strip()
 
     def line(self) -> list[str]:
-        """The words of the next line that has any; none at the end of the file."""
+        """The words of the next line that is not blank; empty at the end of the file."""
         while self.at < len(self.data):
             if words := self.raw_line().split():
                 return words
         return []
 
     def peek(self) -> list[str]:
-        """The words of the next line, left where they are."""
+        """The same as `line`, without advancing."""
         at = self.at
         words = self.line()
         self.at = at
@@ -86,15 +86,15 @@ class Scanner:
         """The next `n` words as numbers.
 
         Raises:
-            ReadError: there are fewer, or they are not numbers.
+            ReadError: the file has fewer words, or they are not numbers.
         """
         if not n:
             return np.empty(0, dtype)
         first = int(np.searchsorted(self._starts, self.at))
         if first + n > len(self._starts):
             raise ReadError(
-                f"{self.path}: {what} needs {n} numbers, {len(self._starts) - first} words are "
-                "left: truncated, or its header lies"
+                f"{self.path}: {what} needs {n} numbers, the file has {len(self._starts) - first} "
+                "more words: truncated, or its header is wrong"
             )
         last = first + n
         end = int(self._starts[last]) if last < len(self._starts) else len(self.data)
@@ -105,11 +105,11 @@ class Scanner:
         except ValueError:
             out = np.empty(0, dtype)
         if len(out) != n:
-            raise ReadError(f"{self.path}: {what} is corrupt: not all of its {n} words are numbers")
+            raise ReadError(f"{self.path}: {what} is corrupt: some of {n} words are not numbers")
         return out
 
     def floats(self) -> Array:
-        """The numbers from here on, up to the first word that is none, left where they are."""
+        """All numbers up to the first word that is not a number, without advancing."""
         text = self.data[self.at :]
         try:
             out = parse_numbers(text, np.float64)
@@ -123,14 +123,14 @@ class Scanner:
         """The next `n` binary numbers, in the byte order of this machine.
 
         Raises:
-            ReadError: there are fewer.
+            ReadError: the file has fewer.
         """
         kind = np.dtype(dtype)
         size = n * kind.itemsize
         if size > len(self.data) - self.at:
             raise ReadError(
-                f"{self.path}: {what} needs {size} bytes, {len(self.data) - self.at} are left: "
-                "truncated, or its header lies"
+                f"{self.path}: {what} needs {size} bytes, the file has {len(self.data) - self.at} "
+                "more: truncated, or its header is wrong"
             )
         out = np.frombuffer(self.data, kind, n, self.at)
         self.at += size

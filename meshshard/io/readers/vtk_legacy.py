@@ -1,4 +1,4 @@
-"""Legacy .vtk files, versions 1 to 5.1, ascii and binary: every count is held against the data."""
+"""Legacy .vtk files, versions 1 to 5.1, ascii and binary; every count is checked."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 from meshshard.errors import ReadError
 from meshshard.io.dataset import Dataset, free_name
 from meshshard.io.readers.scanner import Scanner
-from meshshard.io.readers.vtk_faces import faces_of_stream
 from meshshard.io.readers.vtk_topology import (
-    MOST_IMPLICIT,
+    MAX_IMPLICIT_POINTS,
+    faces_of_stream,
     lattice,
     polydata_cells,
     structured_cells,
@@ -23,7 +23,7 @@ from meshshard.io.readers.vtk_topology import (
 from meshshard.mesh import Array, Faces
 from meshshard.mesh.cells import POLYHEDRON
 from meshshard.mesh.checks import warn
-from meshshard.mesh.ragged import gather_rows, offsets_of
+from meshshard.mesh.ragged import gather_rows, no_rows, offsets_of
 
 __all__ = ["read_legacy"]
 
@@ -49,13 +49,13 @@ def read_legacy(path: Path) -> list[Dataset]:
         path: a file that starts with "# vtk DataFile".
 
     Raises:
-        ReadError: its counts and its data disagree, or something in it is not known.
+        ReadError: counts and data disagree, or the file has an unknown section.
     """
     return [_Legacy(path).dataset()]
 
 
 class _Legacy:
-    """The state of one pass over a file."""
+    """State of one pass over a file."""
 
     def __init__(self, path: Path) -> None:
         self.file = Scanner(path)
@@ -76,7 +76,7 @@ class _Legacy:
         self.on = ""
 
     def dataset(self) -> Dataset:
-        """Read section by section, then put the geometry together."""
+        """Read all sections, then build the data set."""
         while words := self.file.line():
             self._section(words)
         if self.kind in ("POLYDATA", "UNSTRUCTURED_GRID") and self.points is None:
@@ -84,7 +84,7 @@ class _Legacy:
         points, connectivity, offsets, types, faces = self._geometry()
         for on, n in (("POINT_DATA", len(points)), ("CELL_DATA", len(types))):
             if self.rows.get(on, n) != n:
-                raise ReadError(f"{self.path}: {on} {self.rows[on]} does not fit: there are {n}")
+                raise ReadError(f"{self.path}: {on} {self.rows[on]} does not fit, the file has {n}")
         return Dataset(
             points, connectivity, offsets, types, faces,
             self.fields["POINT_DATA"], self.fields["CELL_DATA"],
@@ -97,7 +97,7 @@ class _Legacy:
             return
         if key not in _SECTIONS:
             raise ReadError(
-                f"{self.path}: corrupt: '{words[0][:40]}' where a keyword should be; "
+                f"{self.path}: corrupt: expected a keyword, got '{words[0][:40]}'; "
                 f"a count before it is wrong ({', '.join(self.cells) or 'POINTS'})"
             )
         _SECTIONS[key](self, key, words)
@@ -118,7 +118,7 @@ class _Legacy:
         self.types = self._numbers(self._count(words, 1), "int", key)
 
     def _metadata(self, key: str, words: list[str]) -> None:
-        """Ends at a blank line."""
+        """Skip to the next blank line."""
         blank = re.compile(rb"\n[ \t\r]*\n").search(self.file.data, self.file.at)
         self.file.at = blank.end() if blank else len(self.file.data)
 
@@ -176,7 +176,7 @@ class _Legacy:
         self._store(words[0], words[3], n, width)
 
     def _store(self, name: str, kind: str, n: int, width: int) -> None:
-        """Read an array; one before any POINT_DATA or CELL_DATA belongs to nothing."""
+        """Read an array; it is dropped if no POINT_DATA or CELL_DATA precedes it."""
         name = unquote(name)
         values = self._numbers(n * width, kind, f"array '{name}'")
         if not self.on or not n:
@@ -188,7 +188,7 @@ class _Legacy:
         fields[name] = values.reshape(n, width) if width > 1 else values
 
     def _ragged(self, key: str, n: int, size: int) -> tuple[Array, Array]:
-        """Connectivity and offsets, of version 5's two arrays or the older counted lists."""
+        """Connectivity and offsets, from the two arrays of version 5 or the older counted lists."""
         head = self.file.peek()
         if head[:1] == ["OFFSETS"]:
             self.file.line()
@@ -197,12 +197,12 @@ class _Legacy:
             if head[:1] != ["CONNECTIVITY"]:
                 raise ReadError(f"{self.path}: corrupt: {key} has OFFSETS but no CONNECTIVITY")
             ids = self._numbers(size, self._word(head, 1), f"{key} CONNECTIVITY")
-            return ids, offsets if n else np.zeros(1, np.int64)
+            return ids, offsets if n else no_rows()[1]
         values = self._numbers(size, "int", key).astype(np.int64)
         return self._counted(key, values, n)
 
     def _counted(self, key: str, values: Array, n: int) -> tuple[Array, Array]:
-        """Split [count, ids …, count, ids …]."""
+        """Connectivity and offsets from [count, ids …, count, ids …]."""
         width = int(values[0]) + 1 if len(values) else 0
         if width > 1 and n * width == len(values) and (values[::width] == width - 1).all():
             ids = values.reshape(n, width)[:, 1:].ravel()
@@ -215,7 +215,7 @@ class _Legacy:
             at += 1 + listed[at]
         if len(starts) != n or at != len(listed):
             raise ReadError(
-                f"{self.path}: corrupt: the {n} cells of {key} do not fill the {len(listed)} "
+                f"{self.path}: corrupt: the {n} cells of {key} do not fit the {len(listed)} "
                 "numbers that its header declares"
             )
         first = np.array(starts, np.int64)
@@ -237,13 +237,13 @@ class _Legacy:
         return points, *structured_cells(shape), None
 
     def _polydata(self) -> tuple[Array, Array, Array, Array]:
-        runs = {name: self.cells[key] for key, name in POLYDATA.items() if key in self.cells}
+        sections = {name: self.cells[key] for key, name in POLYDATA.items() if key in self.cells}
         points = self.points if self.points is not None else np.zeros((0, 3))
-        return points, *polydata_cells(runs)
+        return points, *polydata_cells(sections)
 
     def _unstructured(self) -> tuple[Array, Array, Array, Array, Faces | None]:
         points = self.points if self.points is not None else np.zeros((0, 3))
-        ids, offsets = self.cells.get("CELLS", (np.zeros(0, np.int64), np.zeros(1, np.int64)))
+        ids, offsets = self.cells.get("CELLS", no_rows())
         types = self.types if self.types is not None else np.zeros(0, np.int64)
         if len(types) != len(offsets) - 1:
             raise ReadError(
@@ -257,8 +257,10 @@ class _Legacy:
         return points, *_unstream(ids, offsets, types, str(self.path))
 
     def _lattice(self, shape: list[int]) -> Array:
-        if np.prod([float(s) for s in shape]) > MOST_IMPLICIT and not any(self.fields.values()):
-            raise ReadError(f"{self.path}: DIMENSIONS {shape} are declared without any array")
+        if np.prod([float(s) for s in shape]) > MAX_IMPLICIT_POINTS and not any(
+            self.fields.values()
+        ):
+            raise ReadError(f"{self.path}: it declares DIMENSIONS {shape} without an array")
         axes = [self.grid.get(f"{axis}_COORDINATES") for axis in "XYZ"]
         origin = self.grid.get("ORIGIN", np.zeros(3))
         spacing = self.grid.get("SPACING", self.grid.get("ASPECT_RATIO", np.ones(3)))
@@ -286,7 +288,7 @@ class _Legacy:
         try:
             return np.array([float(word) for word in words[1:4]])
         except ValueError:
-            raise ReadError(f"{self.path}: {' '.join(words)} should be numbers") from None
+            raise ReadError(f"{self.path}: '{' '.join(words)[:60]}' must be numbers") from None
 
     def _word(self, words: list[str], i: int) -> str:
         if i >= len(words):
@@ -296,7 +298,9 @@ class _Legacy:
     def _count(self, words: list[str], i: int) -> int:
         word = self._word(words, i)
         if not (word.isascii() and word.isdigit()):
-            raise ReadError(f"{self.path}: corrupt: '{word[:40]}' in {words[0][:40]} is no count")
+            raise ReadError(
+                f"{self.path}: corrupt: '{word[:40]}' in {words[0][:40]} is not a count"
+            )
         return int(word)
 
 
@@ -320,7 +324,7 @@ _SECTIONS: dict[str, Callable[[_Legacy, str, list[str]], None]] = {
 def _unstream(
     ids: Array, offsets: Array, types: Array, name: str
 ) -> tuple[Array, Array, Array, Faces | None]:
-    """Polyhedra are stored as face streams in place of their points: take these apart."""
+    """Points and faces of polyhedra, which are stored as face streams in place of points."""
     if (np.diff(offsets) < 0).any() or offsets[-1] != len(ids):
         raise ReadError(f"{name}: corrupt: cell offsets do not fit the connectivity")
     poly = np.flatnonzero(types == POLYHEDRON)

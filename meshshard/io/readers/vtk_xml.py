@@ -1,10 +1,10 @@
-"""VTK's XML files, read with numpy alone: a lie in the header is found before memory is asked for.
+"""VTK XML files: the element tree, and the numbers of its arrays.
 
-VTK's own reader ends the process on a header that declares 1e11 points and goes on quietly with
-half a file. Here every array is measured against the bytes that are there.
+VTK's reader aborts the process if a header declares 1e11 points, and silently returns half a mesh
+if a file is cut short. Here the declared size of every array is checked against the bytes in the
+file before memory is allocated.
 
-Encodings: ascii, inline base64, appended base64 and raw; uncompressed, zlib, lzma, and whatever
-else the caller can inflate.
+Encodings: ascii, inline base64, appended base64 and raw; uncompressed, zlib, lzma and lz4.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ from xml.etree import ElementTree
 import numpy as np
 
 from meshshard.errors import ReadError
+from meshshard.io.formats import last_bytes
 from meshshard.io.readers.scanner import parse_numbers
 from meshshard.mesh import Array
 
-__all__ = ["INFLATE", "Inflate", "XmlFile"]
+__all__ = ["DTYPES", "XmlFile"]
 
-Inflate = Callable[[bytes, int], bytes]  # (compressed block, size of it inflated) -> bytes
-
-DTYPES = {
+DTYPES = {  # NumPy types by VTK's names
     "Int8": "i1", "UInt8": "u1", "Int16": "i2", "UInt16": "u2", "Int32": "i4", "UInt32": "u4",
     "Int64": "i8", "UInt64": "u8", "Float32": "f4", "Float64": "f8", "Bit": "u1",
 }  # fmt: skip
 BLOCK = 1 << 20
-INFLATED_MOST = 10_000  # times the compressed size: no real block reaches it, a lying header does
+MAX_RATIO = 10_000  # of decompressed to compressed size; only a damaged header exceeds it
 
 
-def _inflate_zlib(block: bytes, size: int) -> bytes:
-    return zlib.decompressobj().decompress(block, size)
+def _lz4(block: bytes, size: int) -> bytes:
+    """Decompress with VTK: Python's library has no lz4."""
+    from vtkmodules.vtkIOCore import vtkLZ4DataCompressor
+
+    compressor = vtkLZ4DataCompressor()
+    compressor.AddObserver("ErrorEvent", lambda *_: None)  # type: ignore[arg-type]  # no print
+    out = compressor.Uncompress(block, len(block), size)
+    return b"" if out is None else bytes(memoryview(out))
 
 
-def _inflate_lzma(block: bytes, size: int) -> bytes:
-    return lzma.LZMADecompressor().decompress(block, size)
-
-
-INFLATE: Mapping[str, Inflate] = {
-    "vtkZLibDataCompressor": _inflate_zlib,
-    "vtkLZMADataCompressor": _inflate_lzma,
+DECOMPRESS: Mapping[str, Callable[[bytes, int], bytes]] = {  # (block, decompressed size) -> bytes
+    "vtkZLibDataCompressor": lambda block, size: zlib.decompressobj().decompress(block, size),
+    "vtkLZMADataCompressor": lambda block, size: lzma.LZMADecompressor().decompress(block, size),
+    "vtkLZ4DataCompressor": _lz4,
 }
 
 
@@ -60,11 +62,11 @@ class XmlFile:
         root: the VTKFile element.
     """
 
-    def __init__(self, path: Path, inflate: Mapping[str, Inflate] = INFLATE) -> None:
-        """Parse the header.
+    def __init__(self, path: Path) -> None:
+        """Parse the element tree.
 
         Raises:
-            ReadError: the file is no VTK XML file, or it is damaged or cut short.
+            ReadError: the file is not a VTK XML file, is damaged or cut short.
         """
         self.path = path
         self.size = path.stat().st_size
@@ -75,8 +77,8 @@ class XmlFile:
         width = DTYPES.get(self.root.get("header_type", "UInt32"), "u4")
         self._header = np.dtype(self._order + width)
         name = self.root.get("compressor", "")
-        self._inflate = inflate.get(name) if name else None
-        if name and self._inflate is None:
+        self._decompress = DECOMPRESS.get(name)
+        if name and self._decompress is None:
             raise ReadError(f"{path}: compressor {name} is not supported; save it with zlib")
         appended = self.root.find("AppendedData")
         self._raw = appended is not None and appended.get("encoding") == "raw"
@@ -84,8 +86,7 @@ class XmlFile:
         self._ends = sorted(int(o) for a in arrays if (o := a.get("offset", "")).isdecimal())
 
     def _parse(self, header: bytes) -> ElementTree.Element:
-        tail = _tail(self.path, self.size)
-        if b"</VTKFile>" not in tail:
+        if b"</VTKFile>" not in last_bytes(self.path, 4096):
             raise ReadError(
                 f"{self.path}: truncated: the closing </VTKFile> is missing; copy the file again"
             )
@@ -94,7 +95,7 @@ class XmlFile:
         except (ElementTree.ParseError, LookupError, ValueError) as error:
             raise ReadError(f"{self.path}: not well-formed XML: {error}") from None
         if root.tag != "VTKFile":
-            raise ReadError(f"{self.path}: XML, but no VTK file: it starts with <{root.tag}>")
+            raise ReadError(f"{self.path}: XML, but not a VTK file: it starts with <{root.tag}>")
         return root
 
     def values(self, element: ElementTree.Element, count: int | None = None) -> Array:
@@ -102,10 +103,11 @@ class XmlFile:
 
         Args:
             element: the DataArray.
-            count: how many numbers there must be; None where the file leaves it open.
+            count: the required number of values; None if the file does not declare it.
 
         Raises:
-            ReadError: more or fewer numbers, unknown type, damaged data.
+            ReadError: the number of values is another one, the type is unknown, or the data are
+                damaged.
         """
         label = element.get("Name", "?")
         kind = element.get("type", "")
@@ -117,8 +119,8 @@ class XmlFile:
             raise ReadError(f"{self.path}: array '{label}' is damaged: {error}") from None
         if count is not None and len(out) != count:
             raise ReadError(
-                f"{self.path}: array '{label}' holds {len(out)} values where the header declares "
-                f"{count}; the file is damaged or was written wrongly"
+                f"{self.path}: array '{label}' holds {len(out)} values, the header declares "
+                f"{count}; the file is damaged or was written incorrectly"
             )
         return out
 
@@ -151,61 +153,63 @@ class XmlFile:
             return self._payload(io.BytesIO(data), len(data), dtype)
 
     def _payload(self, file: BinaryIO, room: int, dtype: np.dtype[Any]) -> Any:
-        """The numbers behind a binary header, of which `room` bytes are there."""
+        """The numbers after a binary header; header and numbers have at most `room` bytes."""
         if not room:
             return np.empty(0, dtype)
-        if self._inflate is not None:
-            return self._inflated(file, room, dtype)
+        if self._decompress is not None:
+            return self._decompressed(file, room, dtype)
         n_bytes = int(self._numbers(file, 1, room)[0])
         if n_bytes % dtype.itemsize or n_bytes > room - self._header.itemsize:
-            raise ValueError(f"it declares {n_bytes} bytes, {room} are there (truncated?)")
+            raise ValueError(f"it declares {n_bytes} bytes, the file has {room} (truncated?)")
         return _fill(file, np.empty(n_bytes // dtype.itemsize, dtype))
 
-    def _inflated(self, file: BinaryIO, room: int, dtype: np.dtype[Any]) -> Any:
+    def _decompressed(self, file: BinaryIO, room: int, dtype: np.dtype[Any]) -> Any:
         n, size, last = (int(v) for v in self._numbers(file, 3, room))
         if not n:
             return np.empty(0, dtype)
         packed = [int(v) for v in self._numbers(file, n, room)]
         total = size * (n - 1) + (last or size)
-        if sum(packed) > room or total > INFLATED_MOST * (sum(packed) + 1):
-            raise ValueError(f"it declares {sum(packed)} packed bytes, {room} are there")
+        if sum(packed) > room or total > MAX_RATIO * (sum(packed) + 1):
+            raise ValueError(f"it declares {sum(packed)} compressed bytes, the file has {room}")
         if total % dtype.itemsize:
-            raise ValueError(f"{total} bytes are no whole number of {dtype.name} values")
+            raise ValueError(f"{total} bytes are not a whole number of {dtype.name} values")
         out: Any = np.empty(total // dtype.itemsize, dtype)
         view, at = memoryview(out).cast("B"), 0
         for i, length in enumerate(packed):
             want = last if last and i == n - 1 else size
-            block = self._inflate(file.read(length), want) if self._inflate else b""
+            block = self._decompress(file.read(length), want) if self._decompress else b""
             if len(block) != want:
-                raise ValueError(f"compressed block {i} gives {len(block)} of {want} bytes")
+                raise ValueError(f"compressed block {i} yields {len(block)} of {want} bytes")
             view[at : at + want] = block
             at += want
         return out
 
     def _numbers(self, file: BinaryIO, n: int, room: int) -> Any:
         if n * self._header.itemsize > room:
-            raise ValueError(f"its header needs {n} numbers, {room} bytes are there (truncated?)")
+            raise ValueError(
+                f"its header needs {n} numbers, the file has {room} bytes (truncated?)"
+            )
         return _fill(file, np.empty(n, self._header))
 
 
 def _fill(file: BinaryIO, out: Any) -> Any:
-    """Read straight into an array."""
+    """Read from the file into an array, without a copy."""
     view = memoryview(out).cast("B") if out.size else memoryview(b"")
     if out.size and file.readinto(view) != len(view):  # type: ignore[attr-defined]
-        raise ValueError("the file ends within it (truncated?)")
+        raise ValueError("the file ends inside the array (truncated?)")
     return out
 
 
 def _from_base64(text: bytes) -> bytes:
-    """Bytes of base64 streams put in a row: writers close a stream after each header and block."""
+    """Bytes of concatenated base64 streams: writers end a stream after each header and block."""
     packed = b"".join(text.split()).removeprefix(b"_")
     if not re.fullmatch(rb"[A-Za-z0-9+/=]*", packed):
-        raise ValueError("characters that are no base64")
+        raise ValueError("it has characters that are not base64")
     return b"".join(base64.b64decode(part) for part in re.findall(rb"[^=]+=*", packed))
 
 
 def _header(path: Path) -> tuple[bytes, int]:
-    """The XML of a file without its appended data, and where these start (0: there are none)."""
+    """The XML of a file without its appended data, and the offset of these (0 without any)."""
     text = bytearray()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
@@ -221,9 +225,3 @@ def _header(path: Path) -> tuple[bytes, int]:
                 raise ReadError(f"{path}: truncated: the appended data are missing")
             return bytes(text[:close]) + b"</AppendedData></VTKFile>", first
     return bytes(text), 0
-
-
-def _tail(path: Path, size: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(max(0, size - 4096))
-        return file.read()

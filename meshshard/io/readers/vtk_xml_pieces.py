@@ -1,4 +1,4 @@
-"""From VTK's XML elements to data sets: pieces, blocks, partitions and time steps."""
+"""VTK XML files to data sets: pieces, blocks, partitions and time steps."""
 
 from __future__ import annotations
 
@@ -11,100 +11,93 @@ import numpy as np
 
 from meshshard.errors import ReadError
 from meshshard.io.dataset import Dataset, free_name
-from meshshard.io.readers.vtk_faces import faces_of_stream, listed_faces
 from meshshard.io.readers.vtk_topology import (
-    MOST_IMPLICIT,
+    MAX_IMPLICIT_POINTS,
     SECTIONS,
+    faces_of_stream,
     lattice,
+    listed_faces,
     polydata_cells,
     structured_cells,
 )
-from meshshard.io.readers.vtk_xml import INFLATE, Inflate, XmlFile
+from meshshard.io.readers.vtk_xml import XmlFile
 from meshshard.mesh import Array, Faces
 from meshshard.mesh.checks import warn
+from meshshard.mesh.ragged import no_rows
 
 __all__ = ["read_xml"]
 
 Element = ElementTree.Element
-DEEPEST = 16  # files that name files that name files: a circle, not a data set
+MAX_DEPTH = 16  # of files that refer to files; more are taken for a circle
 IMAGE = {"Origin": "0 0 0", "Spacing": "1 1 1", "Direction": "1 0 0 0 1 0 0 0 1"}
 COMPOSITE = ("vtkMultiBlockDataSet", "vtkPartitionedDataSetCollection", "vtkPartitionedDataSet")
 
 
-def read_xml(
-    path: Path, inflate: Mapping[str, Inflate] = INFLATE, time: float | None = None, depth: int = 0
-) -> list[Dataset]:
-    """All leaves of a VTK XML file and of the files it names, in order.
+def read_xml(path: Path, time: float | None = None, depth: int = 0) -> list[Dataset]:
+    """All data sets of a VTK XML file and of the files it refers to, in order.
 
     Args:
         path: .vtp .vtu .vts .vtr .vti, their parallel forms, .vtm .vtpc or .pvd.
-        inflate: compressors by VTK's names.
-        time: the step to take from a .pvd.
-        depth: how many files led here.
+        time: the time step to read from a .pvd.
+        depth: number of files that referred to this one.
 
     Raises:
-        ReadError: anything is missing, damaged or not understood.
+        ReadError: data are missing, damaged or of an unknown kind.
     """
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         raise ReadError(f"{path}: files that refer to each other in a circle")
-    file = XmlFile(path, inflate)
+    file = XmlFile(path)
     kind = file.root.get("type", "")
     body = next((child for child in file.root if child.tag == kind), None)
     if body is None:
         raise ReadError(f"{path}: the element <{kind}> is missing")
     if kind in COMPOSITE:
-        return list(_blocks(body, path, inflate, depth, ()))
+        return list(_blocks(body, path, depth, ()))
     if kind == "Collection":
-        return _step(body, path, inflate, depth, time)
+        return _step(body, path, depth, time)
     if kind.startswith("P") and body.find("Piece[@Source]") is not None:
         return [
-            leaf
+            dataset
             for piece in body.findall("Piece")
-            for leaf in _follow(piece.get("Source"), path, inflate, depth)
+            for dataset in _follow(piece.get("Source"), path, depth)
         ]
-    make = _KINDS.get(kind)
-    if make is None:
+    read_piece = _KINDS.get(kind)
+    if read_piece is None:
         raise ReadError(
             f"{path}: data of type {kind} cannot be partitioned; "
             f"these can: {', '.join([*_KINDS, *COMPOSITE])}"
         )
-    return [make(file, body, piece) for piece in body.findall("Piece")]
+    return [read_piece(file, body, piece) for piece in body.findall("Piece")]
 
 
-def _follow(
-    name: str | None, path: Path, inflate: Mapping[str, Inflate], depth: int
-) -> list[Dataset]:
-    """Read a file that another one names."""
+def _follow(name: str | None, path: Path, depth: int) -> list[Dataset]:
+    """The data sets of a file that another one refers to."""
     target = path.parent / (name or "")
     if not name or not target.is_file():
-        raise ReadError(f"{path}: refers to '{name}', which does not exist; copy it beside")
+        raise ReadError(f"{path}: refers to '{name}', which does not exist; copy it there")
     if target.stat().st_size == 0:
         raise ReadError(f"{path}: refers to '{name}', which is an empty file (0 bytes)")
-    return read_xml(target, inflate, depth=depth + 1)
+    return read_xml(target, depth=depth + 1)
 
 
-def _blocks(
-    element: Element, path: Path, inflate: Mapping[str, Inflate], depth: int, above: Sequence[str]
-) -> Iterator[Dataset]:
-    """Leaves below a block; a leaf without a file is an empty block."""
+def _blocks(element: Element, path: Path, depth: int, above: Sequence[str]) -> Iterator[Dataset]:
+    """The data sets in a block; a DataSet element without a file is an empty block."""
     for child in element:
         name = child.get("name") or child.get("index") or ""
         if child.tag == "DataSet" and child.get("file"):
-            # partitions of one block are pieces of it, not blocks of their own
+            # partitions of a block are pieces of it, not blocks
             names: Sequence[str] = (
                 above if element.tag in ("Partitions", "Piece") else (*above, name)
             )
-            for leaf in _follow(child.get("file"), path, inflate, depth):
-                inner = (*names, leaf.block) if leaf.block else names
-                yield replace(leaf, block="/".join(inner))
+            for dataset in _follow(child.get("file"), path, depth):
+                inner = (*names, dataset.block) if dataset.block else names
+                yield replace(dataset, block="/".join(inner))
         elif child.tag in ("Block", "Piece", "Partitions"):
-            yield from _blocks(child, path, inflate, depth, (*above, name))
+            yield from _blocks(child, path, depth, (*above, name))
 
 
-def _step(
-    body: Element, path: Path, inflate: Mapping[str, Inflate], depth: int, time: float | None
-) -> list[Dataset]:
-    """One time step of a collection: the only one or the one asked for."""
+def _step(body: Element, path: Path, depth: int, time: float | None) -> list[Dataset]:
+    """One time step of a collection: the given one, or the only one."""
     entries = [(_number(d.get("timestep", "0"), path), d.get("file")) for d in body]
     times = sorted({t for t, _ in entries})
     listed = ", ".join(f"{t:g}" for t in times)
@@ -113,9 +106,7 @@ def _step(
     wanted = times[0] if time is None and times else time
     if wanted not in times:
         raise ReadError(f"{path}: has no time {wanted}; it has {listed or 'none'}")
-    return [
-        leaf for t, name in entries if t == wanted for leaf in _follow(name, path, inflate, depth)
-    ]
+    return [dataset for t, name in entries if t == wanted for dataset in _follow(name, path, depth)]
 
 
 def _number(text: str, path: Path) -> float:
@@ -145,12 +136,12 @@ def _integers(element: Element, attribute: str, n: int, path: Path) -> list[int]
 
 def _polydata(file: XmlFile, body: Element, piece: Element) -> Dataset:
     n = _count(piece, "NumberOfPoints", file.path)
-    runs = {
+    sections = {
         section: _ragged(file, piece.find(section), rows, "offsets", "connectivity")
         for section in SECTIONS
         if (rows := _count(piece, f"NumberOf{section}", file.path))
     }
-    connectivity, offsets, types = polydata_cells(runs)
+    connectivity, offsets, types = polydata_cells(sections)
     n_cells = len(types)
     return Dataset(
         points=_points(file, piece, n),
@@ -192,21 +183,21 @@ def _array(file: XmlFile, section: Element | None, name: str) -> Element:
 def _ragged(
     file: XmlFile, section: Element | None, n: int, offsets: str, values: str
 ) -> tuple[Array, Array]:
-    """Values and the offsets that cut them, from 0 (n + 1,) int64."""
+    """Values and (n + 1,) int64 offsets of a ragged array."""
     if not n:
-        return np.zeros(0, np.int64), np.zeros(1, np.int64)
+        return no_rows()
     ends = file.values(_array(file, section, offsets), None)
     if len(ends) == n + 1 and ends[0] == 0:
         ends = ends[1:]  # some writers store the leading zero
     if len(ends) != n:
-        raise ReadError(f"{file.path}: {len(ends)} {offsets} where the header declares {n} cells")
+        raise ReadError(f"{file.path}: {len(ends)} {offsets}, but the header declares {n} cells")
     out = np.zeros(n + 1, np.int64)
     out[1:] = ends
     return file.values(_array(file, section, values)), out
 
 
 def _faces(file: XmlFile, cells: Element | None, n_cells: int) -> Faces | None:
-    """Faces of polyhedra: VTK 9.4's four arrays, or the older face stream."""
+    """Faces of polyhedra: four arrays since VTK 9.4, a face stream before."""
     names = {} if cells is None else {e.get("Name"): e for e in cells}
     if "face_connectivity" in names:
         return _new_faces(file, names, n_cells)
@@ -226,8 +217,7 @@ def _new_faces(file: XmlFile, names: Mapping[str | None, Element], n_cells: int)
         return None
     per_cell = np.zeros(n_cells + 1, np.int64)
     per_cell[1:] = file.values(names["polyhedron_offsets"], n_cells)
-    ends = file.values(names["face_offsets"])
-    offsets = np.concatenate([np.zeros(1, np.int64), ends])
+    offsets = np.append(0, file.values(names["face_offsets"]).astype(np.int64))
     ids = file.values(names["face_connectivity"])
     return listed_faces(of, per_cell, offsets, ids, str(file.path))
 
@@ -238,13 +228,13 @@ def _points(file: XmlFile, piece: Element, n: int) -> Array:
     array = None if section is None else section.find("DataArray")
     if array is None:
         if n:
-            raise ReadError(f"{file.path}: {n} points are declared, their coordinates are missing")
+            raise ReadError(f"{file.path}: {n} points are declared, but have no coordinates")
         return np.zeros((0, 3), np.float32)
     return file.values(array, 3 * n).reshape(n, 3)
 
 
 def _fields(file: XmlFile, section: Element | None, n: int, kind: str) -> dict[str, Array]:
-    """Numeric arrays of a section, in file order; others are named and left out."""
+    """Numeric arrays of a section, in file order; others are left out with a warning."""
     out: dict[str, Array] = {}
     for i, array in enumerate(section if section is not None else ()):
         name = array.get("Name") or f"array {i}"
@@ -261,7 +251,7 @@ def _fields(file: XmlFile, section: Element | None, n: int, kind: str) -> dict[s
 
 
 def _grid(file: XmlFile, body: Element, piece: Element) -> Dataset:
-    """Structured, rectilinear and image data: the topology is implied by the extent."""
+    """Structured, rectilinear and image data: the cells follow from the extent."""
     low, high = np.array(_integers(piece, "Extent", 6, file.path)).reshape(3, 2).T
     shape = [int(v) for v in high - low + 1]
     n = int(np.prod([float(max(0, s)) for s in shape]))
@@ -270,8 +260,8 @@ def _grid(file: XmlFile, body: Element, piece: Element) -> Dataset:
     points = _fields(file, piece.find("PointData"), n, "point")
     cells = _fields(file, piece.find("CellData"), n_cells, "cell")
     explicit = piece.find("Points") is not None
-    if not (points or cells or explicit) and n > MOST_IMPLICIT:
-        raise ReadError(f"{file.path}: {n} structured points are declared without any array")
+    if not (points or cells or explicit) and n > MAX_IMPLICIT_POINTS:
+        raise ReadError(f"{file.path}: it declares {n} structured points without any array")
     if n == 0:
         return Dataset(np.zeros((0, 3), np.float32))
     where = _points(file, piece, n) if explicit else _lattice(file, body, piece, low, shape)
@@ -280,7 +270,7 @@ def _grid(file: XmlFile, body: Element, piece: Element) -> Dataset:
 
 
 def _lattice(file: XmlFile, body: Element, piece: Element, low: Array, shape: list[int]) -> Array:
-    """(n, 3) points of a rectilinear grid or an image, x fastest."""
+    """(n, 3) points of a rectilinear grid or an image; x varies fastest."""
     coordinates = piece.find("Coordinates")
     if coordinates is not None:
         return lattice([file.values(a, n) for a, n in zip(coordinates, shape, strict=True)])
