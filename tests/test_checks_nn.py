@@ -22,7 +22,7 @@ def _one_thread():
 
 
 class Weighed(MessagePassing):
-    """Weighs a neighbor by its degree, which one hop does not know."""
+    """Weights a neighbor by its degree, which needs two hops."""
 
     def forward(self, x, edge_index):
         out = degree(edge_index[0], len(x), x.dtype).clamp(min=1)
@@ -30,13 +30,13 @@ class Weighed(MessagePassing):
 
 
 class Centered(MessagePassing):
-    """Looks at the first of all nodes, which no ring knows."""
+    """Subtracts the row of the first of all nodes, which no number of hops brings."""
 
     def forward(self, x, edge_index):
         return self.propagate(edge_index, x=x - x[:1])
 
 
-def test_convolutions_are_told_how_many_rings_they_need():
+def test_check_conv_finds_how_many_hops_are_needed():
     found = check_conv(pyg.GATv2Conv(C, C))
     assert (found.exact, found.hops) == (True, 1)
     assert str(check_conv(Weighed(), C)) == "Weighed: exact with 2 hops"
@@ -45,16 +45,17 @@ def test_convolutions_are_told_how_many_rings_they_need():
     assert check_conv(pyg.GCNConv(C, C), weights=True).hops == 2
 
 
-def test_a_convolution_that_is_not_exact_is_found():
+def test_check_conv_finds_a_convolution_that_is_not_exact():
     found = check_conv(Centered(), C)
     assert not found.exact
     assert "Centered: NOT exact" in str(found)
     assert "depends on the number or the order of rows" in found.error
-    assert check_conv(Weighed(), C).differences[1] > 1e-3
+    assert 1 not in check_conv(Weighed(), C).differences  # refused with one hop
+    assert check_conv(pyg.TAGConv(C, C, 2)).differences[1] > 1e-3
     assert "LSTM" in check_conv(pyg.SAGEConv(C, C, aggr="lstm")).error
 
 
-def test_models_are_consistent():
+def test_check_consistency_of_models():
     edges = torch.from_numpy(grid(9, 7))
     x = torch.randn(63, C, generator=torch.Generator().manual_seed(0))
     data = {"x": x, "edge_index": edges, "y": torch.sin(x[:, :3]), "edge_attr": x[edges[0], :4]}

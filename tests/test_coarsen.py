@@ -116,7 +116,7 @@ def test_labels_with_gaps_are_refused():
 
 def test_labels_and_sizes_that_cannot_be_are_refused():
     graph = serial(torch.tensor(grid(4, 2)), 8)
-    with pytest.raises(MeshshardError, match="label -1: number the clusters from 0"):
+    with pytest.raises(MeshshardError, match="label -1 is negative; number clusters from 0"):
         coarsen(graph, torch.tensor([-1, 0, 0, 0, 1, 1, 1, 1]))
     with pytest.raises(MeshshardError, match="clusters of 0 nodes"):
         cluster(graph, 0)

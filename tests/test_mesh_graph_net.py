@@ -8,6 +8,7 @@ import torch
 import torch_geometric.nn as pyg
 from convs import divided, farthest, grid, own, sample
 from torch import nn
+from torch_geometric.nn import MessagePassing
 
 from meshshard.comm import Domain, init_domain, simulate
 from meshshard.comm.domain import count_traffic
@@ -184,8 +185,8 @@ def test_one_exchange_for_several_layers(ranks, size, name):
     assert max(found) < 1e-10
 
 
-def test_layers_that_couple_rows_are_not_deepened():
-    with pytest.raises(NoShardRule, match="BatchNorm in DeepHalo"):
+def test_norms_over_rows_in_a_deep_halo_are_refused():
+    with pytest.raises(NoShardRule, match="BatchNorm1d in DeepHalo"):
         DeepHalo(convert(pyg.GCN(4, 4, 2, norm="BatchNorm")), 2)
 
 
@@ -233,7 +234,7 @@ COUPLES = {
 
 
 @pytest.mark.parametrize("name", COUPLES)
-def test_what_couples_rows_in_deepened_layers_is_refused(name):
+def test_functions_of_all_rows_in_a_deep_halo_are_refused(name):
     def rank(domain):
         _, graph, x, _ = sample(domain, directed=True)
         deep = DeepHalo(Coupled(COUPLES[name]).double(), 1)
@@ -243,15 +244,33 @@ def test_what_couples_rows_in_deepened_layers_is_refused(name):
     simulate(2, rank)
 
 
+class Centered(MessagePassing):
+    """A user-defined convolution that subtracts the mean of all rows."""
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x - x.mean(0))
+
+
+def test_a_users_convolution_is_checked_in_a_deep_halo():
+    def rank(domain):
+        _, graph, x, _ = sample(domain, directed=True)
+        with pytest.raises(MeshshardError, match="Centered is not exact on shards"):
+            DeepHalo(convert(Centered()), 2)(own(x, graph.nodes), graph)
+
+    simulate(3, rank)
+
+
 def test_edges_of_another_order_are_refused():
     nodes = Sharding(Domain(), [9])
     edges = torch.randint(0, 9, (2, 20), generator=torch.Generator().manual_seed(0))
     graph = ShardGraph.from_edge_index(edges, nodes)
     x = ShardTensor.from_local(torch.randn(9, 2), nodes)
     model = MeshGraphNet(2, 3, 1, hidden=4, layers=1)
-    with pytest.raises(MeshshardError, match=r"edges .* plain, are not divided .* graph.take"):
+    with pytest.raises(MeshshardError, match=r"edges .* are plain; expected .* graph.take"):
         model(x, graph, torch.randn(20, 3))
-    with pytest.raises(MeshshardError, match=r"nodes .* are not divided as the graph's"):
+    with pytest.raises(
+        MeshshardError, match=r"nodes .* are sharded on dim 0 with .*; expected the graph's"
+    ):
         model(x[:5], graph, graph.take(torch.randn(20, 3)))
     with pytest.raises(MeshshardError, match=r"rows .* are not divided as the graph's sources"):
         graph.local(x[:5])

@@ -179,7 +179,7 @@ def test_rows_along_another_dim_are_refused_on_every_rank():
     simulate(2, job)
 
 
-def test_deepened_gives_back_edges_where_there_are_as_many_as_nodes():
+def test_a_deep_halo_returns_edges_where_there_are_as_many_as_nodes():
     edges = torch.cat([RING, torch.tensor([[0, 4], [2, 6]])], 1)
     block = MeshBlock(4).double()
     x, e = torch.randn(8, 4, dtype=torch.float64), torch.randn(10, 4, dtype=torch.float64)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshshard.errors import MeshshardError
 from meshshard.nn import knn_graph
-from meshshard.nn.graph._sparse import Ends, largest
+from meshshard.nn.graph._sparse import Incidence, segment_max
 from meshshard.tensor import ShardGraph, ShardTensor
 from meshshard.tensor.shard_tensor import wrap
 
@@ -54,11 +54,11 @@ class DynamicEdgeConv(nn.Module):
         local = graph.local(x)
         ends = local[: graph.nodes.own][graph.destinations]
         pairs = torch.cat([ends, local[graph.indices] - ends], dim=1)
-        arriving = Ends.of(graph).arriving
+        incoming = Incidence.of(graph).incoming
         if not isinstance(x, ShardTensor):
-            return largest(arriving, self.h(pairs))
+            return segment_max(incoming, self.h(pairs))
         messages = self.h(wrap(pairs, graph.edges, 0))
-        return wrap(largest(arriving, messages.to_local()), graph.nodes, 0)
+        return wrap(segment_max(incoming, messages.to_local()), graph.nodes, 0)
 
     def extra_repr(self) -> str:
         """What print shows."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshshard.errors import MeshshardError
 from meshshard.models._checkpoints import from_physicsnemo, sizes_of, to_physicsnemo
 from meshshard.nn import CrossSliceAttention, SliceAttention
-from meshshard.nn._eval_mode import evaluated
+from meshshard.nn._eval_mode import eval_mode
 from meshshard.nn._unmodified import is_unmodified
 from meshshard.nn.slices._layer import Layer, Piece, Run
 from meshshard.nn.slices._passes import apply, by_rows, infer
@@ -184,7 +184,7 @@ class Transolver(nn.Module):
 
     def _evaluated(self, x: Tensor, context: Tensor | None) -> Tensor:
         """Forward as in evaluation, for models that were changed."""
-        with evaluated(self, x.device):
+        with eval_mode(self, x.device):
             return self(x, context)  # type: ignore[no-any-return]
 
     def _first(self, x: Tensor) -> Tensor:

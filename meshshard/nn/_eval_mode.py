@@ -1,4 +1,4 @@
-"""Evaluated: a module in evaluation for a moment, of which nothing is left."""
+"""eval_mode: call a module in evaluation mode and leave no trace of it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["differ", "evaluated"]
+__all__ = ["differ", "eval_mode"]
 
 
 @contextlib.contextmanager
-def evaluated(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within it, evaluation without gradients; modes and random numbers are then what they were.
+def eval_mode(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context manager: evaluation mode without gradients.
+
+    On exit, the mode of every submodule and the state of the random generators are restored.
 
     Args:
-        module: whose modules may be in different modes.
-        device: where it draws, besides the CPU.
+        module: the module, whose submodules may be in different modes.
+        device: whose random generator is restored besides the CPU's.
     """
     training = {each: each.training for each in module.modules()}
     devices = [device] if device.type == "cuda" else []
@@ -30,11 +32,11 @@ def evaluated(module: nn.Module, device: torch.device) -> Iterator[None]:
             each.training = was
 
 
-def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two results of the same numbers are farther apart than rounding makes them."""
+def differ(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors differ by more than rounding: sqrt(eps) of the largest value of `a`."""
     if not a.numel():
         return False
-    far = 0.0
+    tolerance = 0.0
     if a.is_floating_point():
-        far = torch.finfo(a.dtype).eps ** 0.5 * float(a.nan_to_num().abs().max())
-    return not torch.allclose(a, b, rtol=0.0, atol=far, equal_nan=True)
+        tolerance = torch.finfo(a.dtype).eps ** 0.5 * float(a.nan_to_num().abs().max())
+    return not torch.allclose(a, b, rtol=0.0, atol=tolerance, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Built: whether modules are still those that functions of their parameters may stand for."""
+"""is_unmodified: whether a fast path may use the parameters of modules without calling them."""
 
 from __future__ import annotations
 
@@ -6,37 +6,39 @@ from torch import nn
 
 __all__ = ["has_hooks", "is_unmodified"]
 
-LENGTHS = {"to_out": 1, "linear_pre": 2, "proj_temperature": 4}  # of each sequence
-BARE = ("to_q", "to_k", "to_v")  # layers without a bias
+LENGTHS = {"to_out": 1, "linear_pre": 2, "proj_temperature": 4}  # layers of each nn.Sequential
+WITHOUT_BIAS = ("to_q", "to_k", "to_v")
 
 
 def is_unmodified(module: nn.Module, known: tuple[type[nn.Module], ...] = ()) -> bool:
-    """Whether the modules inside are those of the start.
+    """Whether all submodules are still those that the constructor made.
 
-    An adapter in place of a layer, one layer more, a hook, another eps or activation are not.
+    An adapter in place of a layer, an additional layer, a hook, or another eps or activation makes
+    the answer False.
 
     Args:
-        module: the whole; it may itself carry hooks, which run as it is called.
-        known: types of larger modules inside, whose parts are looked at too.
+        module: the module to inspect; hooks on itself are allowed, because it is called.
+        known: types of larger submodules, whose own submodules are inspected.
     """
     return all(
-        not has_hooks(m) and (type(m) in known or _known(name.rpartition(".")[2], m))
+        not has_hooks(m) and (type(m) in known or _is_standard(name.rpartition(".")[2], m))
         for name, m in module.named_modules()
         if m is not module
     )
 
 
 def has_hooks(m: nn.Module) -> bool:
-    """Whether a module carries hooks, or a forward of its own."""
+    """Whether a module has hooks, or its `forward` was replaced on the instance."""
     hooks = m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
     return any(hooks) or "forward" in vars(m)
 
 
-def _known(name: str, m: nn.Module) -> bool:
-    """Whether it does what a function makes of its weight and bias."""
+def _is_standard(name: str, m: nn.Module) -> bool:
+    """Whether a module computes what its type, weight and bias say."""
     kind = type(m)
     if isinstance(m, nn.Linear):
-        return kind is nn.Linear and (name in BARE) == ("bias" not in dict(m.named_parameters()))
+        has_bias = "bias" in dict(m.named_parameters())
+        return kind is nn.Linear and has_bias == (name not in WITHOUT_BIAS)
     if isinstance(m, nn.LayerNorm):
         return kind is nn.LayerNorm and m.eps == 1e-5 and len(list(m.parameters())) == 2
     if isinstance(m, nn.GELU):

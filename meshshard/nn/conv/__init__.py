@@ -1,4 +1,4 @@
-"""conv: graph convolutions of PyG, or your own, on shards without a change to their code."""
+"""conv: graph convolutions of PyG, or user-defined ones, on shards with their code unchanged."""
 
 from meshshard.nn.conv.checks import Consistency, ConvCheck, check_consistency, check_conv
 from meshshard.nn.conv.convert import convert

@@ -1,6 +1,6 @@
-"""ConvContext: what is true while a plain convolution runs on the hops of a shard.
+"""ConvContext: the state of one call of an ordinary convolution on the subgraph of a shard.
 
-Halo rows are refreshed before each further propagate; some functions are answered by rules.
+Halo rows are exchanged again before every further propagate, and rules replace some functions.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshshard.nn.conv._subgraph import HaloSubgraph, padded
-from meshshard.tensor.shard_tensor import refuse
+from meshshard.nn.conv._subgraph import HaloSubgraph, pad_rows
+from meshshard.tensor.shard_tensor import NoShardRule, refuse
 
 __all__ = ["RUNNING", "ConvContext", "Rule"]
 
@@ -22,103 +22,113 @@ RUNNING: ContextVar[ConvContext | None] = ContextVar("meshshard convolution", de
 
 
 class ConvContext(TorchFunctionMode):
-    """One run of a convolution on the hops of a shard, and what it has done so far.
+    """Context manager: one call of a convolution, during which `RUNNING` holds its context.
 
     Attributes:
-        hops: rows and edges that it sees.
-        name: what to call the convolution in errors.
-        rules: what answers a torch function, given the run, it and its arguments.
-        own: whether it is a user's, so that nothing is known of it.
-        edge_index: what it propagates along at the moment.
-        within: whether it does so just now.
-        stale: whether halo rows have to be fetched again before they are read.
+        subgraph: the rows and edges that it is called with.
+        name: the name of the convolution in errors.
+        rules: functions that replace torch functions, called with this context, the torch function
+            and its arguments.
+        max_over_edges: `tensor.max()` is over the edges of all ranks.
+        edge_index: the edges of the current propagate, or of the last one.
+        in_propagate: whether a propagate or an edge update is running.
+        stale: whether halo rows must be exchanged before they are read again.
     """
 
     def __init__(
-        self, hops: HaloSubgraph, name: str, rules: Mapping[Any, Rule], own: bool = False
+        self,
+        subgraph: HaloSubgraph,
+        name: str,
+        rules: Mapping[Any, Rule],
+        max_over_edges: bool = False,
     ) -> None:
         super().__init__()
-        self.hops, self.name, self.rules, self.own = hops, name, rules, own
-        self.edge_index = hops.edge_index
-        self.within = self.stale = False
+        self.subgraph, self.name, self.rules = subgraph, name, rules
+        self.max_over_edges = max_over_edges
+        self.edge_index = subgraph.edge_index
+        self.in_propagate = self.stale = False
 
     def __enter__(self) -> ConvContext:
-        """Make this the run that is under way."""
         self._token = RUNNING.set(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """It is over."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         RUNNING.reset(self._token)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What has a rule by it, the rest as it is."""
+        """Call the rule of a function, or the function itself if it has none."""
         rule = self.rules.get(func)
         if rule is None:
             return func(*args, **(kwargs or {}))
         return rule(self, func, args, kwargs or {})
 
-    def kind(self, rows: int) -> str:
-        """What so many rows are: 'rows', 'nodes' of a bipartite graph, 'edges' or ''."""
-        hops = self.hops
-        known = {hops.n_to: "nodes", hops.n_rows: "rows"}
+    def kind(self, n: int) -> str:
+        """What n rows are: "rows", "nodes" of a bipartite graph, "edges", or ""."""
+        known = {self.subgraph.n_destinations: "nodes", self.subgraph.n_rows: "rows"}
         n_edges = self.edge_index.shape[1]
-        if self.within:
+        if self.in_propagate:
             known[n_edges] = "edges"
         else:
             known.setdefault(n_edges, "edges")
-        return known.get(rows, "")
+        return known.get(n, "")
 
-    def before(self, conv: Any, edge_index: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-        """What a convolution is about to send along edges, with a true halo."""
-        self.edge_index, self.within = edge_index, True
+    def before_propagate(
+        self, conv: Any, edge_index: Tensor, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Note that a propagate begins; its arguments, with halo rows that are up to date."""
+        self.edge_index, self.in_propagate = edge_index, True
         if not self.stale:
-            return given
+            return arguments
         names = {a[:-2] for a in (*conv._user_args, *conv._edge_user_args) if a.endswith("_j")}
-        for hook in ("message", "edge_update"):  # which may pick rows of its own
+        for hook in ("message", "edge_update"):  # which may index rows themselves
             names |= set(conv.inspector.get_param_names(hook))
-        read = sorted(names & given.keys())
-        return given | {name: self.refreshed(given[name], conv.node_dim) for name in read}
+        read = sorted(names & arguments.keys())
+        refreshed = {name: self._refresh(arguments[name], conv.node_dim) for name in read}
+        return arguments | refreshed
 
-    def refreshed(self, x: Any, dim: int) -> Any:
-        """Rows whose halo is fetched again; of a pair those of the sources."""
+    def _refresh(self, x: Any, dim: int) -> Any:
+        """Rows with their halo exchanged again; of a pair, the rows of the sources."""
         if isinstance(x, (tuple, list)):
-            return (self.refreshed(x[0], dim), *x[1:])
+            return (self._refresh(x[0], dim), *x[1:])
         if not isinstance(x, Tensor) or x.ndim == 0:
             return x
         dim = max(dim, -x.ndim)
-        if x.shape[dim] != self.hops.n_rows:
+        if x.shape[dim] != self.subgraph.n_rows:
             return x
-        return self.hops.rows(self.hops.own(x.movedim(dim, 0))).movedim(0, dim)
+        owned = self.subgraph.owned(x.movedim(dim, 0))
+        return self.subgraph.rows(owned).movedim(0, dim)
 
-    def keys(self, x: Tensor) -> tuple[Tensor, int]:
-        """What the draws of every row of a tensor are keyed by, and the dim of the rows."""
-        hops = self.hops
-        for dim, rows in enumerate(x.shape):
-            kind = self.kind(rows)
+    def random_keys(self, x: Tensor) -> tuple[Tensor, int]:
+        """The key of the random numbers of every row of a tensor, and the dim of the rows."""
+        subgraph = self.subgraph
+        for dim, n in enumerate(x.shape):
+            kind = self.kind(n)
             if kind == "rows":
-                return hops.origins, dim
+                return subgraph.row_keys, dim
             if kind == "nodes":
-                return padded(hops.graph.nodes.sources(hops.graph.device), hops.n_to), dim
+                return self._destination_keys(), dim
             if kind == "edges":
-                same = self.edge_index is hops.edge_index
-                return hops.names if same else self._pairs(), dim
-        raise self.refused("dropout", x)
+                same = self.edge_index is subgraph.edge_index
+                return subgraph.edge_keys if same else self._keys_of_new_edges(), dim
+        raise self.unknown_rows("dropout", x)
 
-    def refused(self, what: str, x: Tensor) -> Exception:
-        """The error for rows that are neither nodes nor edges."""
-        why = f"{tuple(x.shape)} has neither a row for each node nor for each edge"
+    def unknown_rows(self, what: str, x: Tensor) -> NoShardRule:
+        """The error for a tensor whose rows are neither nodes nor edges."""
+        why = f"a tensor {tuple(x.shape)} has neither a row per node nor a row per edge"
         return refuse(f"{what} inside {self.name}", (), None, why)
 
-    def _pairs(self) -> Tensor:
-        """Names of edges that the convolution has made itself, loops for example."""
-        graph, (source, to) = self.hops.graph, self.edge_index
-        places = self.hops.origins
-        if self.hops.n_to != self.hops.n_rows:
-            places = padded(graph.nodes.sources(graph.device), self.hops.n_to)
-        names: Tensor = (places[to] << 32) + self.hops.origins[source]
-        return names
+    def _keys_of_new_edges(self) -> Tensor:
+        """Keys of edges that the convolution has made, as self-loops, from the keys of the ends."""
+        source, to = self.edge_index
+        keys: Tensor = (self._destination_keys()[to] << 32) + self.subgraph.row_keys[source]
+        return keys
+
+    def _destination_keys(self) -> Tensor:
+        subgraph, graph = self.subgraph, self.subgraph.graph
+        if subgraph.n_destinations == subgraph.n_rows:
+            return subgraph.row_keys
+        return pad_rows(graph.nodes.sources(graph.device), subgraph.n_destinations)

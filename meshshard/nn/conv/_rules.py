@@ -1,7 +1,8 @@
-"""Rules of functions that a convolution calls while it runs on the hops of a shard.
+"""Rules that replace torch functions while an ordinary convolution runs on the subgraph of a shard.
 
-Draws are keyed by the edge or the row in the source, and norms over rows see own rows of all ranks,
-so that neither depends on the partition. Sums at destinations are sparse products.
+Random numbers are keyed by the row or the edge in the source, and norms over rows use the owned
+rows of all ranks, so that neither depends on the partition. Sums at destinations are sparse
+products.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from torch import Tensor
 
 from meshshard.comm import linear
 from meshshard.nn.conv._context import ConvContext, Rule
-from meshshard.nn.conv._coupling import COUPLING, scattered
-from meshshard.nn.conv._subgraph import padded
-from meshshard.nn.graph._sparse import largest
+from meshshard.nn.conv._subgraph import pad_rows
+from meshshard.nn.graph._sparse import segment_max
 from meshshard.tensor.shard_tensor import Sharding, ShardTensor, native, wrap
 
-__all__ = ["RULES", "on_own_rows"]
+__all__ = ["RULES", "on_owned_rows"]
 
 
 def _dropout(run: ConvContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -31,10 +31,10 @@ def _dropout(run: ConvContext, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     given |= {"training" if name == "train" else name: value for name, value in kwargs.items()}
     if not given.get("training", True) or given.get("p", 0.5) == 0:
         return x
-    keys, dim = run.keys(x)
-    domain = run.hops.graph.domain
-    mine = [len(keys) * (rank == domain.rank) for rank in range(domain.size)]
-    keyed = Sharding(domain, mine, keys)
+    keys, dim = run.random_keys(x)
+    domain = run.subgraph.graph.domain
+    sizes = [len(keys) * (rank == domain.rank) for rank in range(domain.size)]
+    keyed = Sharding(domain, sizes, keys)
     out = F.dropout(wrap(x.view_as(x), keyed, dim), given.get("p", 0.5))
     with native():
         return out.view_as(out)
@@ -50,55 +50,63 @@ def _batch_norm(run: ConvContext, func: Any, args: Any, kwargs: dict[str, Any]) 
     given.pop("input")
     tail = args[len(names) :]
     rest = [given.pop(name) for name in names[1:] if name in given and len(args) > 1]
-    return on_own_rows(run, x, lambda own: func(own, *rest, *tail, **given))
+    return on_owned_rows(run, x, lambda owned: func(owned, *rest, *tail, **given))
 
 
-def on_own_rows(run: ConvContext, x: Tensor, norm: Callable[[Any], Any]) -> Tensor:
-    """A function that couples rows, on the own rows of all ranks; zeros elsewhere.
+def on_owned_rows(run: ConvContext, x: Tensor, norm: Callable[[Any], Any]) -> Tensor:
+    """Apply a function of all rows to the owned rows of all ranks; other rows become zero.
 
-    What was derived of halo rows has to be fetched again.
+    Halo rows have to be exchanged again before they are read.
     """
-    graph, kind = run.hops.graph, run.kind(x.shape[0])
-    if not kind or (kind == "edges" and run.edge_index is not run.hops.edge_index):
-        raise run.refused("a norm over rows", x)
+    subgraph, graph, kind = run.subgraph, run.subgraph.graph, run.kind(x.shape[0])
+    if not kind or (kind == "edges" and run.edge_index is not subgraph.edge_index):
+        raise run.unknown_rows("a norm over rows", x)
     sharding = {"rows": graph.sources, "nodes": graph.nodes, "edges": graph.edges}[kind]
     run.stale |= kind == "rows"
-    own = run.hops.own(x) if kind == "rows" else x[: sharding.own]
-    out = norm(ShardTensor.from_local(own, sharding)).to_local()
-    return run.hops.around(out) if kind == "rows" else padded(out, x.shape[0])
+    owned = subgraph.owned(x) if kind == "rows" else x[: sharding.own]
+    out = norm(ShardTensor.from_local(owned, sharding)).to_local()
+    return subgraph.place(out) if kind == "rows" else pad_rows(out, x.shape[0])
 
 
 def _scatter(run: ConvContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Sums and maxima of the rows of edges at their destinations, by a sparse product."""
     names = ("self", "dim", "index", "src", "reduce")
     given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-    out, index, src = given["self"], given.get("index"), given.get("src")
-    how = given.get("reduce", "sum")
-    scattered(run, func, out, index, src, how)
-    op = run.hops.arriving if run.edge_index is run.hops.edge_index else None
-    known = how in ("sum", "amax") and (how == "sum" or given.get("include_self") is False)
-    if op is None or not known or not _along_edges(run, out, index, src, given["dim"]):
+    out, src, reduce = given["self"], given.get("src"), given.get("reduce", "sum")
+    known = reduce == "sum" or (reduce == "amax" and given.get("include_self") is False)
+    op = run.subgraph.edge_sum if run.edge_index is run.subgraph.edge_index else None
+    if op is None or not known or not _is_over_edges(run, out, given.get("index"), src, given):
         return func(*args, **kwargs)
     assert isinstance(src, Tensor)
-    return out.add_(linear.apply(op, src) if how == "sum" else largest(op, src))
+    return out.add_(linear.apply(op, src) if reduce == "sum" else segment_max(op, src))
 
 
-def _along_edges(run: ConvContext, out: Any, index: Any, src: Any, dim: int) -> bool:
-    """Whether rows go to the destinations of all edges."""
-    hops = run.hops
-    to = hops.edge_index[1]
+def _is_over_edges(run: ConvContext, out: Any, index: Any, src: Any, given: Any) -> bool:
+    """Whether rows of all edges are scattered to their destinations."""
+    to = run.subgraph.edge_index[1]
     if not isinstance(src, Tensor) or not src.is_floating_point() or type(src) is ShardTensor:
         return False
     same = index.data_ptr() == to.data_ptr() and index.shape == src.shape
-    steps = all(step == 0 for step in index.stride()[1:])
-    return bool(same and steps and dim % src.ndim == 0 and out.shape[0] == hops.n_to)
+    expanded = all(step == 0 for step in index.stride()[1:])
+    on_rows = given["dim"] % src.ndim == 0 and out.shape[0] == run.subgraph.n_destinations
+    return bool(same and expanded and on_rows)
+
+
+def _max(run: ConvContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """edge_index.max(), by which PyG counts nodes; and maxima over the edges of all ranks."""
+    x = args[0]
+    if x is run.subgraph.edge_index:
+        return x.new_tensor(run.subgraph.n_rows - 1)
+    if run.max_over_edges and len(args) == 1 and not kwargs and x.is_floating_point():
+        return run.subgraph.graph.domain.all_reduce(func(x), "max")
+    return func(*args, **kwargs)
 
 
 RULES: dict[Any, Rule] = {
     F.dropout: _dropout,
     torch.dropout: _dropout,
     F.batch_norm: _batch_norm,
+    Tensor.max: _max,
     Tensor.scatter_add_: _scatter,
     Tensor.scatter_reduce_: _scatter,
-    **COUPLING,
 }

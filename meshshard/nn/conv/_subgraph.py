@@ -1,8 +1,8 @@
-"""HaloSubgraph: the rows and edges an ordinary convolution needs to be exact at its own nodes.
+"""HaloSubgraph: the rows and edges on which an ordinary convolution is exact at the owned nodes.
 
-One hop is own nodes, their halo and all in-edges of own nodes. A convolution that weighs a
-neighbor by its degree needs two: every edge that touches an own or a halo node, on whichever rank
-it lives, and the nodes at their other ends, which have no features.
+One hop: owned nodes, their halo and all in-edges of owned nodes. A convolution that weights a
+neighbor by its degree needs two hops: every edge that touches an owned or a halo node, whichever
+rank owns it, and the nodes at the other ends, whose features are not exchanged.
 """
 
 from __future__ import annotations
@@ -10,154 +10,180 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.comm import Exchange
-from meshshard.nn.graph._sparse import Total
-from meshshard.tensor import ShardGraph
+from meshshard.nn.graph._cached_on import cached_on
+from meshshard.nn.graph._sparse import SegmentSum
+from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 
-__all__ = ["HaloSubgraph", "apart", "bipartite", "halo_subgraph_of", "padded"]
-
-_known: WeakKeyDictionary[ShardGraph, dict[int, HaloSubgraph]] = WeakKeyDictionary()
+__all__ = [
+    "HaloSubgraph",
+    "halo_subgraph_of",
+    "has_rows_of",
+    "is_bipartite",
+    "pad_rows",
+    "unused_count",
+]
 
 
 @dataclass(frozen=True, eq=False)
 class HaloSubgraph:
-    """What a plain convolution is run on.
+    """What an ordinary convolution is called with on a rank.
 
-    Rows are own rows, halo rows, rows without features: the second hop, and such that make numbers
-    of rows differ, so that they tell what the rows are. A rank without edges has one between two
-    rows without features, for many aggregations fail on none.
+    Rows are owned rows, halo rows, then rows without features: those of the second hop, and padding
+    rows that make the numbers of rows and edges differ, so that a number says what its rows are. A
+    rank without edges gets one edge between two padding rows, because many aggregations fail on
+    empty input.
 
     Attributes:
-        graph: the graph that it is made of.
-        n_rows: rows of the sources.
-        n_to: rows of the destinations, the same rows unless the graph is bipartite.
-        edge_index: (2, n_edges) int64 rows; own edges come first.
-        origins: (n_rows,) int64 what random numbers of the rows are keyed by.
-        names: (n_edges,) int64 what random numbers of the edges are keyed by.
-        fetch: brings the attributes of the other edges behind those of own edges, if there are any.
+        graph: the graph that this is a part of.
+        hops: with 2, all edges that leave an owned or a halo node are included; with 1, or in a
+            bipartite graph, those that end at nodes of other ranks are missing.
+        n_rows: number of source rows.
+        n_destinations: number of destination rows; they are the source rows unless the graph is
+            bipartite.
+        edge_index: (2, n_edges) int64 rows; owned edges come first.
+        row_keys: (n_rows,) int64 keys of the random numbers of rows.
+        edge_keys: (n_edges,) int64 keys of the random numbers of edges.
+        fetch: brings the attributes of the other edges behind those of owned edges, if there are
+            others.
     """
 
     graph: ShardGraph
+    hops: int
     n_rows: int
-    n_to: int
+    n_destinations: int
     edge_index: Tensor
-    origins: Tensor
-    names: Tensor
+    row_keys: Tensor
+    edge_keys: Tensor
     fetch: Exchange | None = None
 
-    def rows(self, x: Tensor) -> Tensor:
-        """Own rows with their halo, and zeros: (n_rows, …).
+    def rows(self, owned: Tensor) -> Tensor:
+        """(n_rows, …) owned rows, their halo, and padding.
 
-        Communication: one exchange, forward and backward.
+        Communication: one exchange forward and one backward.
         """
-        local = self.graph.domain.exchange(x, self.graph.exchange)
-        return padded(local, self.n_rows)
+        local = self.graph.domain.exchange(owned, self.graph.exchange)
+        return self._pad(local, self.n_rows)
 
-    def own(self, x: Tensor) -> Tensor:
-        """Own rows of (n_rows, …)."""
+    def edges(self, owned: Tensor) -> Tensor:
+        """(n_edges, …) attributes of owned edges, of the others, and padding.
+
+        Communication: none with one hop; with two, one exchange forward and one backward.
+        """
+        every = owned if self.fetch is None else self.graph.domain.exchange(owned, self.fetch)
+        return self._pad(every, len(self.edge_keys))
+
+    def owned(self, x: Tensor) -> Tensor:
+        """Owned rows of (n_rows, …)."""
         return x[: self.graph.sources.own]
 
-    def around(self, own: Tensor) -> Tensor:
-        """Own rows where they stand, zeros elsewhere: (n_rows, …)."""
-        return padded(own, self.n_rows)
+    def place(self, owned: Tensor) -> Tensor:
+        """(n_rows, …) owned rows in their places, zeros elsewhere."""
+        return pad_rows(owned, self.n_rows)
 
     @cached_property
-    def arriving(self) -> Total | None:
-        """(n_to, …) sums of (n_edges, …) rows of edges, where these are sorted by destination."""
+    def edge_sum(self) -> SegmentSum | None:
+        """(n_destinations, …) sums of (n_edges, …); None unless edges are sorted by destination."""
         to = self.edge_index[1]
-        if self.fetch is not None or self.graph.edges.own != len(self.names):
+        if self.fetch is not None or self.graph.edges.own != len(self.edge_keys):
             return None
-        begin = F.pad(self.graph.indptr, (0, self.n_to - self.graph.nodes.own), value=len(to))
-        return Total.of_runs(begin)
+        padding = self.n_destinations - self.graph.nodes.own
+        return SegmentSum.of_runs(F.pad(self.graph.indptr, (0, padding), value=len(to)))
 
-    def edges(self, x: Tensor) -> Tensor:
-        """Attributes of own edges with those of the others: (n_edges, …).
-
-        Communication: none with one hop, else one exchange, forward and backward.
-        """
-        every = x if self.fetch is None else self.graph.domain.exchange(x, self.fetch)
-        return padded(every, len(self.names))
+    def _pad(self, x: Tensor, n: int) -> Tensor:
+        return pad_rows(x, n)
 
 
 def halo_subgraph_of(graph: ShardGraph, hops: int) -> HaloSubgraph:
-    """One hop or two, kept as long as the graph is.
+    """The subgraph of one hop or two, cached on the graph.
 
-    Communication: for one hop none. For two, at the first call: one exchange of who holds which
-    rows, one all-to-all of counts and one of edges.
+    Communication: none for one hop. For two, at the first call: one exchange of which ranks hold
+    which rows, one all-to-all of counts and one of edges.
     """
-    known = _known.setdefault(graph, {})
-    if hops not in known:
-        known[hops] = _one(graph) if hops == 1 else _two(graph)
-    return known[hops]
+    key = "halo subgraph", hops
+    return cached_on(graph, key, lambda: _one_hop(graph, hops) if hops == 1 else _two_hops(graph))
 
 
-def padded(x: Tensor, rows: int) -> Tensor:
-    """More rows of zeros, up to a number."""
-    more = rows - x.shape[0]
+def pad_rows(x: Tensor, n: int) -> Tensor:
+    """Rows of zeros appended, up to n rows."""
+    more = n - x.shape[0]
     return x if more == 0 else F.pad(x, [0] * (2 * x.ndim - 1) + [more])
 
 
-def bipartite(graph: ShardGraph) -> bool:
+def is_bipartite(graph: ShardGraph) -> bool:
     """Whether sources and destinations are different rows."""
     return graph.sources is not graph.nodes and graph.sources != graph.nodes
 
 
-def _one(graph: ShardGraph) -> HaloSubgraph:
+def has_rows_of(x: Tensor, sharding: Sharding) -> bool:
+    """Whether a tensor is sharded that way on dim 0; or, on one rank, has that many rows."""
+    if type(x) is ShardTensor:
+        return x.sharded_dim == 0 and x.sharding == sharding
+    return sharding.domain.size == 1 and x.ndim > 0 and x.shape[0] == sharding.total
+
+
+def unused_count(n: int, used: Sequence[int]) -> int:
+    """The smallest positive number from n on that is not among others."""
+    while n == 0 or n in used:
+        n += 1
+    return n
+
+
+def _one_hop(graph: ShardGraph, hops: int) -> HaloSubgraph:
     assert graph.edges.origin is not None
-    return _made(graph, graph.n_local, graph.edge_index, graph.edges.origin)
+    return _make(graph, hops, graph.n_local, graph.edge_index, graph.edges.origin)
 
 
-def _made(
-    graph: ShardGraph, rows: int, ends: Tensor, names: Tensor, fetch: Exchange | None = None
+def _make(
+    graph: ShardGraph,
+    hops: int,
+    n_rows: int,
+    edge_index: Tensor,
+    edge_keys: Tensor,
+    fetch: Exchange | None = None,
 ) -> HaloSubgraph:
-    """A subgraph of that many rows, and padding rows that keep row counts distinct."""
-    none = ends.shape[1] == 0
-    n_edges = ends.shape[1] + none
-    taken = [n_edges, n_edges + 1]  # one more is what quantiles see: graph_conv.led
-    n_to = apart(graph.nodes.own + 2 * none, taken) if bipartite(graph) else 0
-    rows = apart(rows + 2 * none, [*taken, n_to])
-    n_to = n_to or rows
-    if none:
-        ends, names = ends.new_tensor([[rows - 2], [n_to - 1]]), padded(names, 1)
-    return HaloSubgraph(graph, rows, n_to, ends, padded(graph.origins, rows), names, fetch)
+    """A subgraph with padding rows that make the numbers of rows and edges differ."""
+    empty = edge_index.shape[1] == 0
+    n_edges = edge_index.shape[1] + empty
+    used = [n_edges, n_edges + 1]  # one more in graph_conv.with_nonempty_first_segment
+    n_to = unused_count(graph.nodes.own + 2 * empty, used) if is_bipartite(graph) else 0
+    n_rows = unused_count(n_rows + 2 * empty, [*used, n_to])
+    n_to = n_to or n_rows
+    if empty:
+        edge_index = edge_index.new_tensor([[n_rows - 2], [n_to - 1]])
+        edge_keys = pad_rows(edge_keys, 1)
+    row_keys = pad_rows(graph.origins, n_rows)
+    return HaloSubgraph(graph, hops, n_rows, n_to, edge_index, row_keys, edge_keys, fetch)
 
 
-def apart(rows: int, taken: Sequence[int]) -> int:
-    """The smallest number of rows from here on that is none of others, and not zero."""
-    while rows == 0 or rows in taken:
-        rows += 1
-    return rows
-
-
-def _two(graph: ShardGraph) -> HaloSubgraph:
-    if graph.domain.size == 1 or bipartite(graph):
-        return _one(graph)
+def _two_hops(graph: ShardGraph) -> HaloSubgraph:
+    if graph.domain.size == 1 or is_bipartite(graph):
+        return _one_hop(graph, 1 if is_bipartite(graph) else 2)
     assert graph.edges.origin is not None
-    rows, send = _wanted(graph)
-    found, receive = graph.domain.route(_named(graph)[rows], send)
-    own = graph.edges.own
+    rows, send = _requested_edges(graph)
+    ids = _local_ids(graph)
+    own_edges = [ids[graph.indices], ids[graph.destinations], graph.edges.origin]
+    found, receive = graph.domain.route(torch.stack(own_edges, 1)[rows], send)
     name = "edges of the second hop"
-    fetch = Exchange(graph.domain, own, rows, send, receive, name)
-    ids = _ids(graph)
+    fetch = Exchange(graph.domain, graph.edges.own, rows, send, receive, name)
     ends = found[:, :2].T.contiguous()
     outer = torch.unique(ends[~torch.isin(ends, ids)])
     order = torch.argsort(every := torch.cat([ids, outer]))
     more = order[torch.searchsorted(every, ends, sorter=order)]
-    edges = torch.cat([graph.edge_index, more], dim=1)
-    names = torch.cat([graph.edges.origin, found[:, 2]])
-    return _made(graph, len(every), edges, names, fetch)
+    edge_index = torch.cat([graph.edge_index, more], dim=1)
+    edge_keys = torch.cat([graph.edges.origin, found[:, 2]])
+    return _make(graph, 2, len(every), edge_index, edge_keys, fetch)
 
 
-def _wanted(graph: ShardGraph) -> tuple[Tensor, list[int]]:
-    """Own edges that other ranks want, grouped by rank, and how many each does.
+def _requested_edges(graph: ShardGraph) -> tuple[Tensor, list[int]]:
+    """Owned edges that other ranks need, grouped by rank, and how many each rank needs.
 
-    A rank wants the edges that touch a row it holds: owned there, or its halo.
+    A rank needs the edges that touch a row that it holds, owned or halo.
     """
     domain, plan = graph.domain, graph.exchange
     holds = torch.zeros(plan.n_owned, domain.size, dtype=torch.uint8, device=domain.device)
@@ -173,14 +199,7 @@ def _wanted(graph: ShardGraph) -> tuple[Tensor, list[int]]:
     return edges[at], torch.bincount(rank, minlength=domain.size).tolist()
 
 
-def _named(graph: ShardGraph) -> Tensor:
-    """(own edges, 3) int64 ids of both ends and the edge's name."""
-    ids = _ids(graph)
-    assert graph.edges.origin is not None
-    return torch.stack([ids[graph.indices], ids[graph.destinations], graph.edges.origin], 1)
-
-
-def _ids(graph: ShardGraph) -> Tensor:
+def _local_ids(graph: ShardGraph) -> Tensor:
     """(n_local,) int64 ids of local rows."""
     own = torch.arange(graph.sources.own, device=graph.domain.device) + graph.sources.first
     return torch.cat([own, graph.halo])

@@ -1,13 +1,13 @@
-"""deep: one exchange for several layers, paid for with nodes that are computed twice.
+"""DeepHalo: one exchange for several layers, at the cost of computing halo nodes again.
 
-The halo is as deep as the layers reach; every layer is right on one hop less. Worth it where a
-message costs more than the rows: small shards, slow networks.
+The halo is as deep as the layers reach together, and each layer is exact on one hop less. It pays
+where the latency of an exchange costs more than its rows: small shards, slow networks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,29 +15,29 @@ from torch import Tensor, nn
 
 from meshshard.comm import Domain, Exchange
 from meshshard.errors import MeshshardError
-from meshshard.nn._eval_mode import differ, evaluated
-from meshshard.nn.conv._subgraph import bipartite
-from meshshard.nn.conv.convert import NORMS
-from meshshard.nn.graph._sparse import kept
+from meshshard.nn._eval_mode import differ, eval_mode
+from meshshard.nn.conv._subgraph import is_bipartite
+from meshshard.nn.conv.pyg import is_norm_over_nodes
+from meshshard.nn.graph._cached_on import cached_on
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 from meshshard.tensor.shard_graph import offsets_of
 from meshshard.tensor.shard_tensor import local_of, refuse
 
-__all__ = ["DeepGraph", "DeepHalo", "deepened"]
+__all__ = ["DeepGraph", "DeepHalo", "deep_graph_of"]
 
 
 @dataclass(frozen=True, eq=False)
 class DeepGraph:
-    """A graph with a halo of several hops, and the in-edges of all but the last of them.
+    """A graph with a halo of several hops, and the in-edges of all but its outermost nodes.
 
     Attributes:
-        graph: the graph that it was made of.
-        local: own nodes, then those of the halo by ascending id, as a graph of this rank alone; its
-            draws are keyed as those of the whole.
-        rows: brings halo rows behind own rows.
-        fetch: brings the attributes of in-edges of halo nodes behind those of own edges.
-        order: (n_edges,) int64 where each edge of `local` is among those.
-        last: (n,) int64 rows of `local` whose in-edges are not there.
+        graph: the sharded graph.
+        local: owned nodes, then halo nodes by ascending id, as a graph of this rank alone; random
+            numbers have the keys of the sharded graph.
+        rows: exchange that brings halo rows behind owned rows.
+        fetch: exchange that brings attributes of halo nodes' in-edges behind those of owned edges.
+        order: (n_edges,) int64 position of each edge of `local` among those attributes.
+        outermost: (n,) int64 rows of `local` whose in-edges are missing.
     """
 
     graph: ShardGraph
@@ -45,189 +45,202 @@ class DeepGraph:
     rows: Exchange
     fetch: Exchange
     order: Tensor
-    last: Tensor
+    outermost: Tensor
 
-    def otherwise(self, edge_attr: Tensor | None) -> tuple[ShardGraph, Tensor | None]:
-        """The local graph with other in-edges of the last rows: what hears of these differs."""
-        local, n = self.local, len(self.last)
-        to, order = torch.sort(torch.cat([local.destinations, self.last]), stable=True)
-        more = (self.last - 1) % local.nodes.own  # not themselves: convolutions add loops
-        sources = torch.cat([local.indices, more])[order]
-        names = torch.cat([local.edges.sources(), self.last])[order]
-        indptr = offsets_of(torch.bincount(to, minlength=local.nodes.own))
-        local.domain.whole = True
-        graph = ShardGraph.from_ids(sources, indptr, local.nodes, local.nodes, names)
-        local.domain.whole = False
+    def with_other_edges(self, edge_attr: Tensor | None) -> tuple[ShardGraph, Tensor | None]:
+        """The local graph with arbitrary in-edges of the outermost nodes."""
+        local, n = self.local, len(self.outermost)
+        to, order = torch.sort(torch.cat([local.destinations, self.outermost]), stable=True)
+        other = (self.outermost - 1) % max(
+            1, local.nodes.own
+        )  # not self-loops, which convolutions add
+        sources = torch.cat([local.indices, other])[order]
+        keys = torch.cat([local.edges.sources(), self.outermost])[order]
         if edge_attr is not None:
             edge_attr = torch.cat([edge_attr, edge_attr.new_ones(n, *edge_attr.shape[1:])])[order]
-        return graph, edge_attr
+        return _local_graph(sources, to, local.nodes, keys), edge_attr
 
 
-class _Near(Domain):
-    """Some rows of all: what goes over all rows, with a message or without, is refused."""
+class _PartOfRows(Domain):
+    """The domain of a deep halo: it refuses collectives, because its ranks hold copies of rows."""
 
-    whole = True  # until its graph is made
+    whole = False
 
     def _refused(self, *args: Any, **kwargs: Any) -> Any:
-        raise refuse("a layer in DeepHalo", (), None, "it couples rows, of which some are here")
+        why = "it couples rows, but in a deep halo a rank has some of all rows, several times"
+        raise refuse("a layer in DeepHalo", (), None, why)
 
-    all_reduce = all_gather = gather = scatter = redistribute = shift = _refused
-
-    def share(self, value: Any) -> list[Any]:
-        """What functions ask for that search, pick or count rows."""
-        return super().share(value) if self.whole else self._refused()
+    all_reduce = all_gather = gather = scatter = redistribute = shift = share = _refused
 
 
-def deepened(graph: ShardGraph, depth: int) -> DeepGraph:
-    """A graph with a halo of `depth` hops, made once.
+def _local_graph(sources: Tensor, to: Tensor, nodes: Sharding, keys: Tensor) -> ShardGraph:
+    """The graph of edges sorted by destination, whose nodes' domain refuses collectives."""
+    indptr = offsets_of(torch.bincount(to, minlength=nodes.own))
+    alone = Sharding(Domain(None, nodes.domain.device), [nodes.own], nodes.origin)
+    graph = ShardGraph.from_ids(sources, indptr, alone, alone, keys)
+    return replace(graph, nodes=nodes, sources=nodes)
+
+
+def deep_graph_of(graph: ShardGraph, depth: int) -> DeepGraph:
+    """A graph with a halo of `depth` hops, cached on the graph.
 
     Raises:
         MeshshardError: the graph is bipartite.
 
-    Communication: five all-to-all for each hop at the first call.
+    Communication: five all-to-all per hop at the first call.
     """
-    if bipartite(graph):
-        raise MeshshardError("a bipartite graph has one layer: there is nothing to deepen")
-    return kept(graph, f"deep {depth}", lambda: _made(graph, depth))
+    if is_bipartite(graph):
+        raise MeshshardError(
+            "DeepHalo: the graph is bipartite; expected the same nodes as sources and destinations"
+        )
+    return cached_on(graph, ("deep graph", depth), lambda: _make(graph, depth))
 
 
-def _made(graph: ShardGraph, depth: int) -> DeepGraph:
+def _make(graph: ShardGraph, depth: int) -> DeepGraph:
     inner = graph.halo[:0]
     outer = graph.halo
-    names, edges = _asked(graph, inner)
+    found, fetch = _in_edges_of(graph, inner)
     for _ in range(depth - 1):
         inner = outer
-        names, edges = _asked(graph, inner)
+        found, fetch = _in_edges_of(graph, inner)
         first = graph.nodes.first
-        away = names[:, 0][(names[:, 0] < first) | (names[:, 0] >= first + graph.nodes.own)]
+        away = found[:, 0][(found[:, 0] < first) | (found[:, 0] >= first + graph.nodes.own)]
         outer = torch.unique(torch.cat([outer, away]))
     domain, nodes = graph.domain, graph.nodes
     rows = Exchange.of_halo(domain, nodes.sizes, outer, f"exchange of {depth} hops")
-    own = torch.arange(nodes.own, device=domain.device) + nodes.first
+    own = _owned_ids(graph)
     ids = torch.cat([own, outer])
     place = torch.argsort(ids)
     near = torch.cat([own, graph.halo])
-    ends = torch.cat([near[graph.edge_index], names[:, :2].T], 1).contiguous()
+    ends = torch.cat([near[graph.edge_index], found[:, :2].T], 1).contiguous()
     sources, to = place[torch.searchsorted(ids, ends, sorter=place)]
     order = torch.argsort(to, stable=True)
-    origins = domain.exchange(nodes.sources(domain.device), rows)
-    some = _Near(None, domain.device)
-    alone = Sharding(some, [len(ids)], origins)
-    called = torch.cat([graph.edges.sources(domain.device), names[:, 2]])[order]
-    indptr = offsets_of(torch.bincount(to, minlength=len(ids)))
-    local = ShardGraph.from_ids(sources[order], indptr, alone, alone, called)
-    some.whole = False
-    last = torch.nonzero(~torch.isin(outer, inner))[:, 0] + nodes.own
-    return DeepGraph(graph, local, rows, edges, order, last)
+    row_keys = domain.exchange(nodes.sources(domain.device), rows)
+    edge_keys = torch.cat([graph.edges.sources(domain.device), found[:, 2]])
+    local_nodes = Sharding(_PartOfRows(None, domain.device), [len(ids)], row_keys)
+    local = _local_graph(sources[order], to[order], local_nodes, edge_keys[order])
+    outermost = torch.nonzero(~torch.isin(outer, inner))[:, 0] + nodes.own
+    return DeepGraph(graph, local, rows, fetch, order, outermost)
 
 
-def _asked(graph: ShardGraph, wanted: Tensor) -> tuple[Tensor, Exchange]:
-    """In-edges of nodes of other ranks: ids of both ends with names, and how attributes come."""
+def _in_edges_of(graph: ShardGraph, ids: Tensor) -> tuple[Tensor, Exchange]:
+    """In-edges of nodes of other ranks, and the exchange of their attributes.
+
+    Returns:
+        (n, 3) int64 ids of both ends and key of every edge, and the exchange.
+    """
     domain, nodes = graph.domain, graph.nodes
-    ask = Exchange.of_halo(domain, nodes.sizes, wanted, "nodes that are computed twice")
-    rows = torch.as_tensor(ask.send_rows)
+    request = Exchange.of_halo(domain, nodes.sizes, ids, "nodes that are computed again")
+    rows = torch.as_tensor(request.send_rows)
     count = graph.indptr.diff()[rows]
     by_rank = torch.repeat_interleave(
         torch.arange(domain.size, device=domain.device),
-        torch.tensor(ask.send, device=domain.device),
+        torch.tensor(request.send, device=domain.device),
     )
     send = torch.zeros(domain.size, dtype=torch.int64, device=domain.device)
     send.index_add_(0, by_rank, count)
     begin = graph.indptr[rows] - offsets_of(count)[:-1]
     edges = torch.arange(int(count.sum()), device=domain.device)
     edges = edges + torch.repeat_interleave(begin, count)
-    own = torch.arange(nodes.own, device=domain.device) + nodes.first
-    ids = torch.cat([own, graph.halo])
-    ends = [ids[graph.indices[edges]], ids[graph.destinations[edges]]]
-    named = torch.stack([*ends, graph.edges.sources(domain.device)[edges]], 1)
-    found, receive = domain.route(named, send.tolist())
+    local_ids = torch.cat([_owned_ids(graph), graph.halo])
+    ends = [local_ids[graph.indices[edges]], local_ids[graph.destinations[edges]]]
+    answer = torch.stack([*ends, graph.edges.sources(domain.device)[edges]], 1)
+    found, receive = domain.route(answer, send.tolist())
     fetch = Exchange(domain, graph.edges.own, edges, send.tolist(), receive, "edges of hops")
     return found, fetch
+
+
+def _owned_ids(graph: ShardGraph) -> Tensor:
+    nodes = graph.nodes
+    return torch.arange(nodes.own, device=graph.domain.device) + nodes.first
 
 
 class DeepHalo(nn.Module):
     """Layers that exchange once, before the first of them, as deep as they reach together.
 
-    Equal to the layers on the graph itself, dropout included. They must treat single rows beside
-    their convolutions: what goes over all rows is refused, though not a mere number of rows.
+    The result equals that of the layers on the graph itself, dropout included. Besides convolutions
+    the layers may contain functions of single rows only: functions of all rows are refused, though
+    a bare number of rows is not noticed.
 
-    The first call runs the layers twice more, without gradients and in evaluation, to see whether
-    they reach farther than `depth`.
+    The first call runs the layers three times, twice of it in evaluation mode and without
+    gradients, to check that they do not reach farther than `depth`.
 
-    Communication: one exchange of the deep halo's rows, and one of its edge features if there are
-    any, forward and backward; none within. At the first call one gather of objects.
+    Communication: one exchange of the rows of the deep halo, and one of its edge features if there
+    are any, forward and backward. At the first call one gather of objects.
     """
 
     def __init__(self, layers: nn.Module, depth: int) -> None:
         """Wrap a converted model.
 
         Args:
-            layers: takes (x, graph) or (x, graph, edge_attr), gives nodes or (nodes, edges).
-            depth: how many edges away a node is heard; one more where degrees of neighbors are.
+            layers: called with (x, graph) or (x, graph, edge_attr); returns nodes, or nodes and
+                edges.
+            depth: how many hops away a node can change another's result; one more where layers use
+                degrees of neighbors.
 
         Raises:
             NoShardRule: a norm couples all rows.
-            MeshshardError: a depth of less than one.
+            MeshshardError: `depth` is less than 1.
         """
         super().__init__()
         if depth < 1:
-            raise MeshshardError(f"DeepHalo: a depth of {depth}; take 1 or more")
+            raise MeshshardError(f"DeepHalo: a depth of {depth}; depth must be 1 or more")
         for module in layers.modules():
-            if type(module).__name__ in COUPLED or getattr(module, "mode", "") == "graph":
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) or is_norm_over_nodes(module):
                 raise refuse(f"{type(module).__name__} in DeepHalo", (), None, "it couples rows")
-        self.layers, self.depth, self._proved = layers, depth, False
+        self.layers, self.depth, self._checked = layers, depth, False
 
     def forward(self, x: Any, graph: ShardGraph, edge_attr: Any = None) -> Any:
-        """What the layers make of nodes and edges."""
-        deep = deepened(graph, self.depth)
+        """Call the layers on the deep halo; owned nodes, or owned nodes and edges."""
+        deep = deep_graph_of(graph, self.depth)
         domain, sharded = graph.domain, type(x) is ShardTensor
-        seen: list[Any] = [domain.exchange(local_of(x), deep.rows)]
+        inputs: list[Any] = [domain.exchange(local_of(x), deep.rows)]
         if edge_attr is not None:
-            seen.append(domain.exchange(local_of(edge_attr), deep.fetch)[deep.order])
-        if not self._proved:
-            domain.run_collectively(lambda: self._prove(deep, seen, sharded), "DeepHalo")
-            self._proved = True
-        out = self._out(deep.local, seen, sharded)
+            inputs.append(domain.exchange(local_of(edge_attr), deep.fetch)[deep.order])
+        if not self._checked:
+            domain.run_collectively(lambda: self._check_depth(deep, inputs, sharded), "DeepHalo")
+            self._checked = True
+        out = self._call(deep.local, inputs, sharded)
         if not isinstance(out, tuple):
-            return _given(out, deep, sharded)
+            return _owned(out, deep, sharded)
         nodes, edges = out
-        return _given(nodes, deep, sharded), _given(edges, deep, sharded, of_edges=True)
+        return _owned(nodes, deep, sharded), _owned(edges, deep, sharded, of_edges=True)
 
-    def _out(self, local: ShardGraph, seen: Sequence[Any], sharded: bool) -> Any:
-        """What the layers make of all local rows and edges."""
-        inputs = [
+    def _call(self, local: ShardGraph, inputs: Sequence[Any], sharded: bool) -> Any:
+        """The layers on all local rows and edges."""
+        wrapped = [
             ShardTensor.from_local(t, s) if sharded else t
-            for t, s in zip(seen, (local.nodes, local.edges), strict=False)
+            for t, s in zip(inputs, (local.nodes, local.edges), strict=False)
         ]
-        return self.layers(inputs[0], local, *inputs[1:])
+        return self.layers(wrapped[0], local, *wrapped[1:])
 
-    def _prove(self, deep: DeepGraph, seen: Sequence[Any], sharded: bool) -> None:
-        """Refuse layers whose own nodes hear of in-edges that are not there."""
-        if not len(deep.last):
-            return
-        graph, edges = deep.otherwise(seen[1] if len(seen) > 1 else None)
-        every = seen[:1] if edges is None else [seen[0], edges]
-        with evaluated(self.layers, deep.graph.device):
-            outs = self._out(deep.local, seen, sharded), self._out(graph, every, sharded)
-        mine, other = (local_of(o[0] if isinstance(o, tuple) else o) for o in outs)
+    def _check_depth(self, deep: DeepGraph, inputs: Sequence[Any], sharded: bool) -> None:
+        """Raise if owned nodes change with the in-edges of the outermost nodes.
+
+        Both calls take place on every rank, so that what they refuse is raised on all ranks.
+        """
+        graph, edges = deep.with_other_edges(inputs[1] if len(inputs) > 1 else None)
+        others = inputs[:1] if edges is None else [inputs[0], edges]
+        with eval_mode(self.layers, deep.graph.device):
+            outs = self._call(deep.local, inputs, sharded), self._call(graph, others, sharded)
+        a, b = (local_of(out[0] if isinstance(out, tuple) else out) for out in outs)
         own = deep.graph.nodes.own
-        if differ(mine[:own], other[:own]):
-            raise MeshshardError(f"the layers reach farther than depth {self.depth}; give a larger")
+        if differ(a[:own], b[:own]):
+            raise MeshshardError(
+                f"the layers reach farther than depth {self.depth}; pass a larger depth"
+            )
 
 
-COUPLED = {"BatchNorm", "BatchNorm1d", "SyncBatchNorm", *NORMS} - {"LayerNorm"}  # but by its mode
-
-
-def _given(out: Any, deep: DeepGraph, sharded: bool, of_edges: bool = False) -> Any:
-    """Own rows of nodes or edges."""
+def _owned(out: Any, deep: DeepGraph, sharded: bool, of_edges: bool = False) -> Any:
+    """Owned rows of nodes or edges."""
     graph, rows = deep.graph, local_of(out)
     local = deep.local.edges if of_edges else deep.local.nodes
     if len(rows) != local.own or sharded != (type(out) is ShardTensor):
-        why = f"a result {tuple(out.shape)} has no row for each {'edge' if of_edges else 'node'}"
+        what = "edge" if of_edges else "node"
+        why = f"a result {tuple(out.shape)} has no row for each {what}"
         raise refuse("DeepHalo", (), None, why)
-    if of_edges:
-        places = torch.argsort(deep.order)[: graph.edges.own]
-        own, sharding = rows[places], graph.edges
+    if not of_edges:
+        owned, sharding = rows[: graph.nodes.own], graph.nodes
     else:
-        own, sharding = rows[: graph.nodes.own], graph.nodes
-    return ShardTensor.from_local(own, sharding) if sharded else own
+        owned, sharding = rows[torch.argsort(deep.order)[: graph.edges.own]], graph.edges
+    return ShardTensor.from_local(owned, sharding) if sharded else owned

@@ -1,4 +1,4 @@
-"""graph: layers made for a ShardGraph: sums along its edges, a block of both, coarser levels."""
+"""graph: layers on a ShardGraph: aggregation over in-edges, MeshGraphNet's block, coarse levels."""
 
 from meshshard.nn.graph.aggregate import aggregate
 from meshshard.nn.graph.coarsen import Level, cluster, cluster_around, coarsen

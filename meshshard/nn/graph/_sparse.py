@@ -1,116 +1,146 @@
-"""Sums of rows along edges without a row for each edge, and their adjoints.
+"""Segment sums and maxima over the edges of a graph without a row per edge, and their adjoints.
 
-A sum over in-edges is a sparse matrix, rows taken for edges are one too: each is linear, its
-gradient is its transpose, and transposes are sorted once for each graph. Sums run in the order of
-the in-edges, so they have the same bits on any ranks.
+A sum over in-edges is a product with a sparse CSR matrix. It is linear, so its gradient is a
+product with the transpose, which is sorted once per graph. Every sum runs in the order of the
+in-edges, so its bits do not depend on the number of ranks.
+
+On the CPU, `SegmentSum.tiles` yields results of some 2,000 rows that are still in the cache when
+the caller multiplies them; what that buys is stated in `nn/conv/_aggregate_linear.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshshard.comm import linear
+from meshshard.nn.graph._cached_on import cached_on
 from meshshard.tensor import ShardGraph
 from meshshard.tensor.shard_graph import offsets_of
 
-__all__ = ["Ends", "Take", "Total", "kept", "largest"]
+__all__ = ["Incidence", "IndexSelect", "MaxBackward", "SegmentSum", "segment_max"]
 
-RUN = 2048  # edges whose rows are compared at a time: a few arrays of them stay in the cache
-TILE = 2048  # rows of a part, and up to twice as many: they stay in the cache
-T = TypeVar("T")
-_known: WeakKeyDictionary[ShardGraph, dict[str, Any]] = WeakKeyDictionary()
+RUN = 2048  # edges whose rows are compared at a time, so that they stay in the cache
+TILE = 2048  # minimum rows of a tile, which has fewer than twice as many
 
 
-class Total:
-    """Row i is the sum of rows indices[indptr[i]:indptr[i + 1]], each times its weight; or mean."""
+class SegmentSum:
+    """Row i is the weighted sum, or the mean, of rows indices[indptr[i]:indptr[i + 1]].
+
+    Attributes:
+        indptr: (rows_out + 1,) int64 where the segment of each row begins.
+        indices: (n_entries,) int64 row that each entry reads.
+        columns: number of rows that are read from.
+        weights: (n_entries,) weight of each entry, or None for 1.
+        mean: divide by the number of entries.
+        rows_out: number of rows of the result.
+        in_order: whether `indices` are 0, 1, 2, …
+    """
 
     def __init__(
         self,
         indptr: Tensor,
         indices: Tensor,
         columns: int,
-        weights: Any = None,
+        weights: Tensor | None = None,
         mean: bool = False,
     ) -> None:
-        self.indptr, self.indices, self.columns, self.weights = indptr, indices, columns, weights
-        self.rows_out, self.mean = len(indptr) - 1, mean
-        self._ones: dict[torch.dtype, Tensor] = {}
-        self._tiles: dict[torch.dtype, list[tuple[slice, Tensor]]] = {}
-        self.rows: Tensor | None = None
+        self.indptr, self.indices, self.columns = indptr, indices, columns
+        self.weights, self.mean = weights, mean
+        self.rows_out = len(indptr) - 1
         self.in_order = False
+        self._matrices: dict[torch.dtype, Tensor] = {}
+        self._tiles: dict[torch.dtype, list[tuple[slice, Tensor]]] = {}
         self._adjoint: linear.Linear | None = None
 
     @classmethod
-    def of_runs(cls, indptr: Tensor) -> Total:
-        """Sums of rows that lie one behind the other."""
+    def of_runs(cls, indptr: Tensor) -> SegmentSum:
+        """Sums of consecutive rows: row i is the sum of rows indptr[i]:indptr[i + 1]."""
         n = int(indptr[-1])
-        total = cls(indptr, torch.arange(n, device=indptr.device), n)
-        total.in_order = True
-        total._adjoint = Take(_rows(total), len(indptr) - 1)
-        total._adjoint._adjoint = total
-        return total
+        sums = cls(indptr, torch.arange(n, device=indptr.device), n)
+        sums.in_order = True
+        select = IndexSelect(sums.rows, sums.rows_out)
+        sums._adjoint, select._adjoint = select, sums
+        return sums
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(rows, …) sums of (columns, …)."""
-        flat = _flat(x)
-        if not flat.numel() or not len(self.indices):
-            return x.new_zeros((self.rows_out, *x.shape[1:]))
-        out = self._of(self.matrix(x.dtype), flat, slice(None))
-        return out.view(len(out), *x.shape[1:])
-
-    def parts(self, x: Tensor, top: bool = False) -> Iterator[tuple[slice, Tensor]]:
-        """Sums or maxima of a matrix, some rows at a time, for what reads them while cached."""
-        n = self.rows_out
-        if not x.is_cpu or n < 2 * TILE or not len(self.indices):
-            yield slice(0, n), _tops(self, x) if top else self(x)
-            return
-        if x.dtype not in self._tiles:
-            self._tiles[x.dtype] = list(tiles(self.matrix(x.dtype)))
-        for where, matrix in self._tiles[x.dtype]:
-            yield where, torch.sparse.mm(matrix, x, "amax") if top else self._of(matrix, x, where)
-
-    def _of(self, matrix: Tensor, x: Tensor, where: slice) -> Tensor:
-        out: Tensor = torch.sparse.mm(matrix, x, *_how("sum", x))
-        return out.div_(self._counts[where].to(x.dtype)) if self.mean else out
+    @cached_property
+    def rows(self) -> Tensor:
+        """(n_entries,) int64 row of the result that each entry is added to."""
+        count = self.indptr.diff()
+        return torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
 
     @cached_property
     def _counts(self) -> Tensor:
         return self.indptr.diff().clamp(min=1)[:, None]
 
-    def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The same as a sparse matrix of torch."""
-        if dtype not in self._ones:
+    def __call__(self, x: Tensor) -> Tensor:
+        """(rows_out, …) sums of (columns, …) rows."""
+        flat = _flat(x)
+        if not flat.numel() or not len(self.indices):
+            return x.new_zeros((self.rows_out, *x.shape[1:]))
+        out = self._sum(self._matrix(x.dtype), flat, slice(None))
+        return out.view(len(out), *x.shape[1:])
+
+    def max(self, x: Tensor) -> Tensor:
+        """(rows_out, channels) maxima of the same rows of a matrix; zero for empty segments."""
+        if len(self.indices) and x.is_cpu:
+            out: Tensor = torch.sparse.mm(self._matrix(x.dtype), x, "amax")
+            return out
+        rows = self.rows[:, None].expand(-1, x.shape[1])
+        zeros = x.new_zeros(self.rows_out, x.shape[1])
+        return zeros.scatter_reduce_(0, rows, x[self.indices], "amax", include_self=False)
+
+    def tiles(self, x: Tensor, reduce: str = "sum") -> Iterator[tuple[slice, Tensor]]:
+        """Yield runs of rows, and their sums (or means) or maxima ("max") of a matrix."""
+        n = self.rows_out
+        if not x.is_cpu or n < 2 * TILE or not len(self.indices):
+            yield slice(0, n), self.max(x) if reduce == "max" else self(x)
+            return
+        if x.dtype not in self._tiles:
+            self._tiles[x.dtype] = list(_row_tiles(self._matrix(x.dtype)))
+        for rows, matrix in self._tiles[x.dtype]:
+            if reduce == "max":
+                yield rows, torch.sparse.mm(matrix, x, "amax")
+            else:
+                yield rows, self._sum(matrix, x, rows)
+
+    def adjoint(self) -> linear.Linear:
+        """The transpose: sums over the results that read a row."""
+        if self._adjoint is None:
+            order, indptr = _sorted_by(self.indices, self.columns)
+            weights = self.weights
+            if self.mean:  # float64, cast to the dtype of each input later
+                weights = (1 / self._counts[:, 0].double())[self.rows]
+            weights = None if weights is None else weights[order]
+            back = SegmentSum(indptr, self.rows[order], self.rows_out, weights)
+            back._adjoint, self._adjoint = self, back
+        return self._adjoint
+
+    def _sum(self, matrix: Tensor, x: Tensor, rows: slice) -> Tensor:
+        ordered = ("sum",) if x.is_cpu else ()  # a CPU kernel that adds in the order of entries
+        out: Tensor = torch.sparse.mm(matrix, x, *ordered)
+        return out.div_(self._counts[rows].to(x.dtype)) if self.mean else out
+
+    def _matrix(self, dtype: torch.dtype) -> Tensor:
+        """The operator as a sparse CSR tensor."""
+        if dtype not in self._matrices:
             weights = self.weights
             if weights is None:
                 weights = torch.ones(len(self.indices), device=self.indices.device)
             size = (self.rows_out, self.columns)
-            self._ones[dtype] = _csr(self.indptr, self.indices, weights.to(dtype), size)
-        return self._ones[dtype]
-
-    def adjoint(self) -> linear.Linear:
-        """Sums over the rows that read a row."""
-        if self._adjoint is None:
-            order = torch.argsort(self.indices, stable=True)
-            begin = offsets_of(torch.bincount(self.indices, minlength=self.columns))
-            weights = self.weights
-            if self.mean:  # of one source, in the precision that the largest type asks for
-                weights = (1 / self._counts[:, 0].double())[_rows(self)]
-            weights = None if weights is None else weights[order]
-            back = Total(begin, _rows(self)[order], len(self.indptr) - 1, weights)
-            back._adjoint, self._adjoint = self, back
-        return self._adjoint
+            self._matrices[dtype] = _csr(self.indptr, self.indices, weights.to(dtype), size)
+        return self._matrices[dtype]
 
 
-class Take:
-    """Row i is row index[i]; the transpose is a sum."""
+class IndexSelect:
+    """Row i is row index[i]; the adjoint is a SegmentSum."""
 
     def __init__(self, index: Tensor, rows: int) -> None:
         self.index, self.rows = index, rows
@@ -121,110 +151,108 @@ class Take:
         return x.index_select(0, self.index)
 
     def adjoint(self) -> linear.Linear:
-        """Sums over the places that a row was taken to."""
+        """The transpose: sums over the positions at which a row was selected."""
         if self._adjoint is None:
-            order = torch.argsort(self.index, stable=True)
-            begin = offsets_of(torch.bincount(self.index, minlength=self.rows))
-            back = Total(begin, order, len(self.index))
+            order, indptr = _sorted_by(self.index, self.rows)
+            back = SegmentSum(indptr, order, len(self.index))
             back._adjoint, self._adjoint = self, back
         return self._adjoint
 
 
-class Ends:
-    """Rows of nodes for the edges of a graph, and sums of rows of edges at their nodes.
+class Incidence:
+    """Operators between the nodes and the edges of a graph.
 
     Attributes:
-        sources: (own edges, …) rows of (n_local, …) rows.
-        destinations: (own edges, …) rows of (own nodes, …) rows.
-        arriving: (own nodes, …) sums of (own edges, …) rows.
+        sources: (own edges, …) rows of (n_local, …): the source of every edge.
+        destinations: (own edges, …) rows of (own nodes, …): the destination of every edge.
+        incoming: (own nodes, …) sums of (own edges, …) over the in-edges of every node.
     """
 
     def __init__(self, graph: ShardGraph) -> None:
-        self.sources = Take(graph.indices, graph.n_local)
-        self.arriving = Total.of_runs(graph.indptr)
-        self.destinations: Any = self.arriving.adjoint()
+        self.sources = IndexSelect(graph.indices, graph.n_local)
+        self.incoming = SegmentSum.of_runs(graph.indptr)
+        self.destinations: Any = self.incoming.adjoint()
 
     @classmethod
-    def of(cls, graph: ShardGraph) -> Ends:
-        """Those of a graph, kept as long as it is."""
-        return kept(graph, "ends", lambda: cls(graph))
+    def of(cls, graph: ShardGraph) -> Incidence:
+        """The operators of a graph, cached."""
+        return cached_on(graph, "incidence", lambda: cls(graph))
 
 
-def kept(graph: ShardGraph, what: str, make: Callable[[], T]) -> T:
-    """Something made of a graph, once."""
-    known = _known.setdefault(graph, {})
-    if what not in known:
-        known[what] = make()
-    found: T = known[what]
-    return found
+def segment_max(sums: SegmentSum, x: Tensor) -> Tensor:
+    """(rows_out, …) maxima of the rows that `sums` would add; zero for empty segments.
 
-
-def largest(sums: Total, x: Tensor) -> Tensor:
-    """(rows, …) the largest of the rows that a sum would add, zero where there are none.
-
-    Ties share the gradient, as PyG's maximum does.
+    Ties share the gradient equally, as in PyG's max aggregation.
     """
-    out: Tensor = _Largest.apply(x, sums)  # type: ignore[no-untyped-call]
+    out: Tensor = _SegmentMax.apply(x, sums)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Largest(torch.autograd.Function):
+class _SegmentMax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sums: Total) -> Tensor:
-        """The value."""
+    def forward(ctx: Any, x: Tensor, sums: SegmentSum) -> Tensor:
         flat = _flat(x)
-        out = _tops(sums, flat)
-        ctx.save_for_backward(flat, out)
+        top = sums.max(flat)
+        ctx.save_for_backward(flat, top)
         ctx.sums = sums
-        return out.view(len(out), *x.shape[1:])
+        return top.view(len(top), *x.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Equal parts for all ties."""
-        flat, out = ctx.saved_tensors
-        sums: Total = ctx.sums
-        again = torch.is_grad_enabled() and grad.requires_grad
-        part = Spread(sums, flat, out)
-        back = linear.apply(part, grad) if again else part(grad)
-        return back, None
+        flat, top = ctx.saved_tensors
+        return linear.apply(MaxBackward(ctx.sums, flat, top), grad), None
 
 
-class Spread:
-    """The gradient of a maximum: rows to those that it was reached in, in equal parts."""
+class MaxBackward:
+    """The gradient of a segment maximum: rows that reach it share it equally.
 
-    def __init__(self, sums: Total, x: Tensor, top: Tensor, first: int = 0) -> None:
-        self.sums, self.x, self.top = sums, x, top
-        self.first = first  # which row the first of `top` is
+    Attributes:
+        sums: the segments.
+        x: (columns, channels) the input of the maximum.
+        top: (rows, channels) its result, all rows or a run of them.
+        first: the row of the result that `top` begins with.
+    """
+
+    def __init__(self, sums: SegmentSum, x: Tensor, top: Tensor, first: int = 0) -> None:
+        self.sums, self.x, self.top, self.first = sums, x, top, first
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(columns, …) of (rows, …)."""
+        """(columns, …) gradients of the input from (rows, …) gradients of the result."""
         out = torch.zeros_like(self.x)
-        self.add(out, x.reshape(self.top.shape))
+        self.add_to(out, x.reshape(self.top.shape))
         return out.view(len(out), *x.shape[1:])
 
-    def add(self, out: Tensor, x: Tensor) -> None:
-        """The same, added to what is there, some rows at a time, which stay in the cache."""
-        for first, last, edges in self._runs():
-            index, rows, hit = self._hits(edges, first)
-            ties = hit.new_zeros(last - first, hit.shape[1]).index_add_(0, rows, hit)
-            part = hit.mul_((x[first:last] / ties.clamp_(min=1)).index_select(0, rows))
+    def add_to(self, out: Tensor, grad: Tensor) -> None:
+        """Add the gradients of the input to `out`, block by block to stay in the cache."""
+        for rows, edges, to, hit, ties in self.blocks():
+            part = hit.mul_((grad[rows] / ties).index_select(0, to))
             if self.sums.in_order:
                 out[edges] = part
             else:
-                out.index_add_(0, index, part)
+                out.index_add_(0, self.sums.indices[edges], part)
 
     def adjoint(self) -> linear.Linear:
-        """The mean of the rows that tie."""
-        return Gathered(self)
+        """The transpose: the mean of the rows that reach the maximum."""
+        return _MeanOfTies(self)
 
-    def _hits(self, edges: slice, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Columns and rows of some edges, and where they reach the maximum."""
-        index, rows = self.sums.indices[edges], _rows(self.sums)[edges] - self.first
-        x = self.x[edges].clone() if self.sums.in_order else self.x.index_select(0, index)
-        return index, rows - first, x.eq_(self.top.index_select(0, rows))
+    def blocks(self) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
+        """Yield blocks of rows with their edges, and which of these reach the maximum.
 
-    def _runs(self) -> Iterator[tuple[int, int, slice]]:
-        """Runs of rows with about so many edges, and their edges."""
+        Yields:
+            rows and edges of the block, (edges,) the row in the block of each edge, (edges,
+            channels) 1 where it reaches the maximum, and (rows, channels) how many do.
+        """
+        for rows, edges in self._runs():
+            to = self.sums.rows[edges] - (self.first + rows.start)
+            x = self.x
+            index = self.sums.indices[edges]
+            hit = x[edges].clone() if self.sums.in_order else x.index_select(0, index)
+            hit.eq_(self.top[rows].index_select(0, to))
+            ties = hit.new_zeros(rows.stop - rows.start, hit.shape[1]).index_add_(0, to, hit)
+            yield rows, edges, to, hit, ties.clamp_(min=1)
+
+    def _runs(self) -> Iterator[tuple[slice, slice]]:
+        """Yield runs of rows that have about RUN edges, and those edges."""
         n = len(self.top)
         begin = self.sums.indptr[self.first : self.first + n + 1]
         wanted = torch.arange(int(begin[0]), int(begin[-1]) + RUN, RUN, device=begin.device)
@@ -233,54 +261,38 @@ class Spread:
         edges = begin[torch.tensor(rows)].tolist()
         for (a, b), (c, d) in zip(pairwise(rows), pairwise(edges), strict=True):
             if d > c:
-                yield a, b, slice(c, d)
+                yield slice(a, b), slice(c, d)
 
 
-class Gathered:
-    """The transpose of Spread."""
+class _MeanOfTies:
+    """The adjoint of MaxBackward."""
 
-    def __init__(self, spread: Spread) -> None:
-        self.spread = spread
+    def __init__(self, forward: MaxBackward) -> None:
+        self.forward = forward
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(rows, …) of (columns, …)."""
-        spread, flat = self.spread, _flat(x)
-        out = torch.zeros_like(spread.top)
-        for first, last, edges in spread._runs():
-            index, rows, hit = spread._hits(edges, first)
-            ties = hit.new_zeros(last - first, hit.shape[1]).index_add_(0, rows, hit)
-            added = torch.zeros_like(ties).index_add_(0, rows, hit * flat.index_select(0, index))
-            out[first:last] = added / ties.clamp_(min=1)
+        flat, sums = _flat(x), self.forward.sums
+        out = torch.zeros_like(self.forward.top)
+        for rows, edges, to, hit, ties in self.forward.blocks():
+            added = hit.mul_(flat.index_select(0, sums.indices[edges]))
+            out[rows] = torch.zeros_like(ties).index_add_(0, to, added) / ties
         return out.view(len(out), *x.shape[1:])
 
     def adjoint(self) -> linear.Linear:
-        """The way back."""
-        return self.spread
-
-
-def _rows(sums: Total) -> Tensor:
-    if sums.rows is None:
-        count = sums.indptr.diff()
-        sums.rows = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-    return sums.rows
+        return self.forward
 
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
 
-def _tops(sums: Total, x: Tensor) -> Tensor:
-    if len(sums.indices) and x.is_cpu:
-        out: Tensor = torch.sparse.mm(sums.matrix(x.dtype), x, "amax")
-        return out
-    rows = _rows(sums)[:, None].expand(-1, x.shape[1])
-    return x.new_zeros(sums.rows_out, x.shape[1]).scatter_reduce_(
-        0, rows, x[sums.indices], "amax", include_self=False
-    )
+def _sorted_by(index: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The stable order that sorts an index, and where each of its n values begins in it."""
+    return torch.argsort(index, stable=True), offsets_of(torch.bincount(index, minlength=n))
 
 
-def tiles(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Runs of rows of a sparse matrix, about alike in number, and the matrix of each."""
+def _row_tiles(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield runs of rows of a CSR matrix, about equally long, and the matrix of each."""
     indptr, indices, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
     n = matrix.shape[0]
     cuts = torch.linspace(0, n, max(1, n // TILE) + 1, dtype=torch.float64).long().tolist()
@@ -292,13 +304,6 @@ def tiles(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _csr(indptr: Tensor, indices: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
-    import warnings
-
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse")  # that they are in beta, said once by torch
+        warnings.filterwarnings("ignore", "Sparse")  # torch's notice that CSR is in beta
         return torch.sparse_csr_tensor(indptr, indices, values, size)
-
-
-def _how(reduce: str, x: Tensor) -> tuple[str, ...]:
-    """The reduction by name: a kernel in the order of the rows, which there is on the CPU."""
-    return (reduce,) if x.is_cpu else ()

@@ -1,6 +1,6 @@
-"""aggregate: sums, means and maxima over in-edges, where a message is the source's row as it is.
+"""aggregate: sums, means and maxima over in-edges, where a message is the source's row unchanged.
 
-The rows of nodes that read no halo are computed while the halo travels. No row is made for each
+Nodes that read owned rows only are computed while the halo is being exchanged. No row is stored per
 edge: sums are products with a sparse matrix (`_sparse`), and so are their gradients.
 """
 
@@ -15,66 +15,70 @@ from torch import Tensor
 from meshshard.comm import Exchange, linear
 from meshshard.comm.exchange import PendingExchange
 from meshshard.errors import MeshshardError, n_of
-from meshshard.nn.graph._sparse import Total, kept, largest
+from meshshard.nn.graph._cached_on import cached_on
+from meshshard.nn.graph._sparse import SegmentSum, segment_max
 from meshshard.tensor import ShardGraph, ShardTensor
 from meshshard.tensor.shard_graph import offsets_of
 
-__all__ = ["NeighborSum", "aggregate", "in_edges"]
+__all__ = ["NeighborSum", "aggregate", "in_edge_sum"]
 
 
 def aggregate(x: Any, graph: ShardGraph, reduce: str = "sum") -> Any:
-    """Sum, mean or maximum over the in-edges of every node, zero where there are none.
+    """Sum, mean or maximum over the in-edges of every node; zero for nodes without in-edges.
 
     Args:
         x: (n_sources, …) rows of the sources, sharded; or plain on one rank.
         graph: the edges.
-        reduce: "sum", "mean" or "max", whose gradient all ties share.
+        reduce: "sum", "mean" or "max". Ties of a maximum share its gradient.
 
     Returns:
-        (n_nodes, …) the same kind of tensor, divided as `graph.nodes`.
+        (n_nodes, …) the same kind of tensor as `x`, sharded like `graph.nodes`.
 
     Raises:
-        MeshshardError: another reduction, or other rows than the sources.
+        MeshshardError: an unknown reduction, or `x` is not sharded like `graph.sources`.
 
-    Communication: one exchange, forward and backward, of the halo's rows.
+    Communication: one exchange of halo rows forward and one backward.
     """
-    rows = _own(x, graph)
+    rows = _source_rows(x, graph)
     if reduce == "max":
-        out = largest(in_edges(graph), graph.local(rows))
+        out = segment_max(in_edge_sum(graph), graph.local(rows))
     elif reduce in ("sum", "mean"):
         out = linear.apply(NeighborSum.of(graph, reduce == "mean"), rows)
     else:
-        raise MeshshardError(f"aggregate: reduction {reduce!r} is unknown: sum, mean or max")
+        raise MeshshardError(f"aggregate: unknown reduction {reduce!r}; use sum, mean or max")
     return ShardTensor.from_local(out, graph.nodes) if type(x) is ShardTensor else out
 
 
-def _own(x: Any, graph: ShardGraph) -> Tensor:
+def _source_rows(x: Any, graph: ShardGraph) -> Tensor:
+    """The owned rows of `x`, once they are checked to be those of the sources."""
     sharded = type(x) is ShardTensor
     if sharded and (x.sharding != graph.sources or x.sharded_dim != 0):
         raise MeshshardError(
-            f"aggregate: rows in {x.sharding} on dim {x.sharded_dim}, the graph's sources are in "
-            f"{graph.sources}"
+            f"aggregate: x is sharded on dim {x.sharded_dim} with {x.sharding}; expected dim 0 "
+            f"with {graph.sources}, as the graph's sources"
         )
     if not sharded and (graph.domain.size > 1 or x.shape[0] != graph.sources.total):
         raise MeshshardError(
-            f"aggregate: a plain tensor {tuple(x.shape)} for "
-            f"{n_of(graph.sources.total, 'sources')} on {n_of(graph.domain.size, 'ranks')}; "
-            f" shard(x, domain, graph.sources)"
+            f"aggregate: x is a plain tensor {tuple(x.shape)}; expected "
+            f"{n_of(graph.sources.total, 'sources')}, sharded on "
+            f"{n_of(graph.domain.size, 'ranks')}: shard(x, domain, graph.sources)"
         )
     rows: Tensor = x.to_local() if sharded else x
     return rows
 
 
-def in_edges(graph: ShardGraph) -> Total:
-    """Sums over in-edges of local rows, kept as long as the graph is."""
-    return kept(graph, "sums", lambda: Total(graph.indptr, graph.indices, graph.n_local))
+def in_edge_sum(graph: ShardGraph) -> SegmentSum:
+    """The sum over in-edges of local rows (owned, then halo), cached on the graph."""
+    return cached_on(
+        graph, "in-edge sum", lambda: SegmentSum(graph.indptr, graph.indices, graph.n_local)
+    )
 
 
 class NeighborSum:
-    """Own rows to sums or means over in-edges, as one linear operator with its exchange.
+    """Sums or means of owned rows over in-edges, with their exchange, as one linear operator.
 
-    Split by destinations, in whose rows the order of summation stays: those that read own rows only
-    are summed while the halo travels; the others, a few, from the rows that they read.
+    Split by destinations, so that the order of every sum is that of its in-edges: interior nodes,
+    which read owned rows only, are summed while the halo is being exchanged, border nodes after it.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class NeighborSum:
         plan: Exchange,
         indptr: Tensor,
         indices: Tensor,
-        weights: Any = None,
+        weights: Tensor | None = None,
         mean: bool = False,
     ) -> None:
         own = plan.n_owned
@@ -93,90 +97,88 @@ class NeighborSum:
         inner, outer = ~border[rows], border[rows]
         self.plan, self.rows_out = plan, len(count)
         self.border = torch.nonzero(border)[:, 0]
-        self.inner = Total(
+        self.interior = SegmentSum(
             offsets_of(torch.where(border, 0, count)),
             indices[inner],
             own,
-            _of(weights, inner),
+            None if weights is None else weights[inner],
             mean,
         )
         read = torch.unique(indices[outer])
-        self.read = read[read < own]
+        self.read = read[read < own]  # owned rows that border nodes read
         columns = len(self.read) + plan.n_halo
         place = torch.where(
             indices[outer] < own,
             torch.searchsorted(self.read, indices[outer]),
             indices[outer] - own + len(self.read),
         )
-        self.outer = Total(offsets_of(count[border]), place, columns, _of(weights, outer), mean)
+        weights = None if weights is None else weights[outer]
+        self.bordering = SegmentSum(offsets_of(count[border]), place, columns, weights, mean)
 
     @staticmethod
     def of(graph: ShardGraph, mean: bool = False) -> NeighborSum:
-        """The plain sum or mean over the in-edges of a graph, kept as long as it is."""
-        given = graph.exchange, graph.indptr, graph.indices
-        return kept(graph, "mean" if mean else "sum", lambda: NeighborSum(*given, mean=mean))
+        """The unweighted sum or mean over the in-edges of a graph, cached on it."""
+        arrays = graph.exchange, graph.indptr, graph.indices
+        return cached_on(graph, ("neighbor sum", mean), lambda: NeighborSum(*arrays, mean=mean))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(own nodes, …) sums of (own sources, …) rows."""
-        running = self.plan.start(x)
-        out = self.inner(x)
-        for border, rows in self._arrived(x, running):
+        pending = self.plan.start(x)
+        out = self.interior(x)
+        for border, rows in self._border_sums(x, pending):
             out.index_copy_(0, border, rows)
         return out
 
-    def parts(self, x: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        """The same of a matrix: all rows run by run, then those that replace some of them."""
-        running = self.plan.start(x)
-        yield from self.inner.parts(x)
-        yield from self._arrived(x, running)
+    def tiles(self, x: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield slices of all rows with their sums, then border rows, which replace theirs."""
+        pending = self.plan.start(x)
+        yield from self.interior.tiles(x)
+        yield from self._border_sums(x, pending)
 
-    def _arrived(self, x: Tensor, running: PendingExchange) -> Iterator[tuple[Tensor, Tensor]]:
-        halo = running.wait_halo()
+    def _border_sums(self, x: Tensor, pending: PendingExchange) -> Iterator[tuple[Tensor, Tensor]]:
+        halo = pending.wait_halo()
         if len(self.border):
-            yield self.border, self.outer(torch.cat([x.index_select(0, self.read), halo]))
+            yield self.border, self.bordering(torch.cat([x.index_select(0, self.read), halo]))
 
-    def adjoint(self) -> NeighborSpread:
-        """Rows of nodes to those that they have read."""
-        return NeighborSpread(self)
+    def adjoint(self) -> NeighborSumAdjoint:
+        """The transpose: every node's row goes to the rows that it reads."""
+        return NeighborSumAdjoint(self)
 
 
-class NeighborSpread:
-    """The transpose of NeighborSum: gradients of the halo travel while the others are summed."""
+class NeighborSumAdjoint:
+    """The transpose of NeighborSum; interior rows are summed while halo gradients are sent."""
 
-    def __init__(self, sums: NeighborSum) -> None:
-        self.sums = sums
+    def __init__(self, forward: NeighborSum) -> None:
+        self.forward = forward
 
     def __call__(self, x: Tensor) -> Tensor:
         """(own sources, …) sums of (own nodes, …) rows."""
         sent = self._send(x)
-        out = self.sums.inner.adjoint()(x)
-        for rows, more in self._arrived(*sent):
+        out = self.forward.interior.adjoint()(x)
+        for rows, more in self._border_parts(*sent):
             out.index_add_(0, rows, more)
         return out
 
-    def parts(self, x: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        """The same of a matrix: all rows run by run, then what is added to some of them."""
+    def tiles(self, x: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield slices of all rows with their sums, then indices of rows and what to add there."""
         sent = self._send(x)
-        inner: Any = self.sums.inner.adjoint()
-        yield from inner.parts(x)
-        yield from self._arrived(*sent)
+        interior: Any = self.forward.interior.adjoint()
+        yield from interior.tiles(x)
+        yield from self._border_parts(*sent)
 
     def _send(self, x: Tensor) -> tuple[Tensor, Any]:
-        sums = self.sums
-        outer = sums.outer.adjoint()(x.index_select(0, sums.border))
-        return outer, sums.plan.start_back(outer[len(sums.read) :].contiguous())
+        """Gradients of what border nodes read; those of halo rows are sent to their owners."""
+        sums = self.forward
+        read = sums.bordering.adjoint()(x.index_select(0, sums.border))
+        return read, sums.plan.start_back(read[len(sums.read) :].contiguous())
 
-    def _arrived(self, outer: Tensor, pending: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        read = self.sums.read
+    def _border_parts(self, parts: Tensor, pending: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        read = self.forward.read
         if len(read):
-            yield read, outer[: len(read)]
+            yield read, parts[: len(read)]
         if pending is not None:
-            yield self.sums.plan.send_rows, pending.wait()
+            yield self.forward.plan.send_rows, pending.wait()
 
     def adjoint(self) -> NeighborSum:
-        """The way back."""
-        return self.sums
-
-
-def _of(weights: Any, edges: Tensor) -> Any:
-    return None if weights is None else weights[edges]
+        """The operator itself."""
+        return self.forward

@@ -1,7 +1,7 @@
-"""coarsen: levels of a graph, each node of a coarse one standing for a cluster of the finer.
+"""coarsen: coarse levels of a graph, in which a node stands for a cluster of the finer level.
 
-A level has three graphs, all ordinary: between clusters, from nodes down to their clusters, and up
-again. Everything is named by labels, so it does not depend on how the nodes are divided.
+A level consists of three ordinary graphs: between clusters, from nodes to their clusters, and back.
+Clusters and edges are keyed by labels, so a level does not depend on the partition.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Level", "cluster", "cluster_around", "coarsen"]
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """A coarse graph, and the way to it and back.
+    """A coarse graph, and the bipartite graphs to it and back.
 
     Attributes:
-        graph: between clusters that an edge joins; a cluster lives with the lowest rank that has
-            one of its nodes, and is called by its label.
-        down: from every node to its cluster.
-        up: from every cluster to its nodes.
+        graph: between clusters that an edge joins. A cluster is owned by the lowest rank that owns
+            one of its nodes; its label is its row in the source.
+        down: an edge from every node to its cluster.
+        up: an edge from every cluster to each of its nodes.
     """
 
     graph: ShardGraph
@@ -38,14 +38,14 @@ class Level:
     up: ShardGraph
 
     def coarse(self, x: Any, reduce: str = "mean") -> Any:
-        """(n_clusters, …) mean, sum or maximum of the nodes of every cluster.
+        """(n_clusters, …) mean, sum or maximum over the nodes of every cluster.
 
         Communication: one exchange, forward and backward.
         """
         return aggregate(x, self.down, reduce)
 
     def fine(self, x: Any) -> Any:
-        """(n_nodes, …) the row of every node's cluster.
+        """(n_nodes, …) the row of each node's cluster.
 
         Communication: one exchange, forward and backward.
         """
@@ -53,21 +53,21 @@ class Level:
 
 
 def cluster(graph: ShardGraph, size: int) -> ShardTensor:
-    """(n_nodes,) int64 labels of clusters of about so many nodes, by METIS on the whole graph.
+    """(n_nodes,) int64 labels of clusters of about `size` nodes, by METIS on the whole graph.
 
-    The first rank cuts the graph as the source numbers it, so labels do not depend on the ranks.
-    Do it once, and keep the labels.
+    Rank 0 partitions the graph in the numbering of the source, so labels do not depend on the
+    ranks. Compute them once and keep them.
 
     Raises:
-        MeshshardError: clusters of less than one node.
+        MeshshardError: `size` is less than 1.
 
-    Communication: one gather of objects, two all-to-all.
+    Communication: three all-to-all: edges and rows to rank 0, labels back.
     """
     from meshshard.graph import Graph
     from meshshard.partitioning.methods import Metis
 
     if size < 1:
-        raise MeshshardError(f"cluster: clusters of {size} nodes; take a number of 1 or more")
+        raise MeshshardError(f"cluster: clusters of {size} nodes; size must be 1 or more")
     domain, nodes = graph.domain, graph.nodes
     rows = nodes.sources(domain.device)
     edges = torch.stack([graph.origins[graph.indices], rows[graph.destinations]], 1)
@@ -85,12 +85,12 @@ def cluster(graph: ShardGraph, size: int) -> ShardTensor:
 
 
 def cluster_around(pos: Any, rows: Tensor) -> Any:
-    """(n_nodes,) int64 labels: which of some chosen points is nearest.
+    """(n_nodes,) int64 labels: the nearest of some chosen points.
 
     Args:
         pos: (n_nodes, dims) positions, sharded or plain.
-        rows: (n_clusters,) rows of the chosen points, replicated: those of
-            `farthest_points` for example; no two at one place.
+        rows: (n_clusters,) rows of the chosen points, replicated, for example those of
+            `farthest_points`. No two of the points may coincide.
 
     Communication: one all-reduce of the chosen points.
     """
@@ -104,45 +104,48 @@ def cluster_around(pos: Any, rows: Tensor) -> Any:
 
 
 def coarsen(graph: ShardGraph, labels: Any) -> Level:
-    """The level of clusters that labels make.
+    """The coarse level given by the cluster of every node.
 
     Args:
-        graph: whose nodes are clustered, not bipartite.
-        labels: (n_nodes,) int64 from 0 without gaps, divided as the nodes; plain on one rank.
+        graph: the graph whose nodes are clustered, not bipartite.
+        labels: (n_nodes,) int64 clusters from 0 without gaps, sharded like the nodes; plain on one
+            rank.
 
     Raises:
-        MeshshardError: on every rank, where a label is negative.
-        DomainError: on every rank, where a number between is no label.
+        MeshshardError: a label is negative; raised on every rank.
+        DomainError: a number below the largest label is unused; raised on every rank.
 
-    Communication: one all-reduce of a number for each cluster, three all-to-all of edges, the
-    making of three graphs.
+    Communication: one all-reduce of a number per cluster, three all-to-all of edges, and that of
+    three graphs.
     """
     domain, nodes = graph.domain, graph.nodes
     own = local_of(labels)
-    clusters, number = _numbered(domain, own)
+    clusters, number = _number_clusters(domain, own)
     seen = domain.exchange(own, graph.exchange)
     pairs = torch.stack([seen[graph.indices], own[graph.destinations]], 1)
     pairs = torch.unique(pairs[pairs[:, 0] != pairs[:, 1]], dim=0)
-    between = _arrived(pairs, clusters, number)
+    between = _send_to_clusters(pairs, clusters, number)
     between = torch.unique(between, dim=0)
-    coarse = _made(between, number[between[:, 0]], clusters, clusters, number)
+    coarse = _graph_from(between, number[between[:, 0]], clusters, clusters, number)
     rows = torch.stack([nodes.sources(domain.device), own], 1)
     ids = torch.arange(nodes.own, device=domain.device) + nodes.first
-    members = _arrived(torch.cat([rows, ids[:, None]], 1), clusters, number)
-    down = _made(members, members[:, 2], clusters, nodes, number)
+    members = _send_to_clusters(torch.cat([rows, ids[:, None]], 1), clusters, number)
+    down = _graph_from(members, members[:, 2], clusters, nodes, number)
     one = torch.arange(nodes.own + 1, device=domain.device)
     up = ShardGraph.from_ids(number[own], one, nodes, clusters, rows[:, 0])
     return Level(coarse, down, up)
 
 
-def _numbered(domain: Domain, labels: Tensor) -> tuple[Sharding, Tensor]:
-    """How clusters are divided, and the id of every label."""
+def _number_clusters(domain: Domain, labels: Tensor) -> tuple[Sharding, Tensor]:
+    """The sharding of the clusters, and the id of every label."""
     most = torch.zeros(2, dtype=torch.int64, device=domain.device)
     if len(labels):
         most = torch.stack([labels.max() + 1, -labels.min()])
     total, below = domain.all_reduce(most, "max").tolist()
     if below > 0:
-        raise MeshshardError(f"label {-below}: number the clusters from 0 without gaps")
+        raise MeshshardError(
+            f"coarsen: label {-below} is negative; number clusters from 0 without gaps"
+        )
     here = torch.zeros(total, dtype=torch.int64, device=domain.device)
     here[labels] = domain.size - domain.rank
     owner = domain.size - domain.all_reduce(here, "max")
@@ -159,11 +162,13 @@ def _numbered(domain: Domain, labels: Tensor) -> tuple[Sharding, Tensor]:
 def _without_gaps(owner: Tensor, size: int) -> None:
     gaps = torch.nonzero(owner == size)
     if len(gaps):
-        raise MeshshardError(f"no node has label {int(gaps[0])}: number the clusters without gaps")
+        raise MeshshardError(
+            f"no node has label {int(gaps[0])}; number clusters from 0 without gaps"
+        )
 
 
-def _arrived(rows: Tensor, clusters: Sharding, number: Tensor) -> Tensor:
-    """Rows whose second number is a label, at the rank that has the cluster."""
+def _send_to_clusters(rows: Tensor, clusters: Sharding, number: Tensor) -> Tensor:
+    """Rows (source, label, …) sent to the ranks that own the clusters."""
     ends = torch.tensor(clusters.sizes, device=rows.device).cumsum(0)
     owner = torch.searchsorted(ends, number[rows[:, 1]], right=True)
     order = torch.argsort(owner, stable=True)
@@ -171,13 +176,13 @@ def _arrived(rows: Tensor, clusters: Sharding, number: Tensor) -> Tensor:
     return clusters.domain.route(rows[order], send)[0]
 
 
-def _made(
+def _graph_from(
     edges: Tensor, ids: Tensor, clusters: Sharding, sources: Sharding, number: Tensor
 ) -> ShardGraph:
-    """The graph of (name of the source, label of the cluster, …) rows, by cluster, then name."""
+    """The graph of rows (key of the source, label, …), sorted by cluster, then by key."""
     to = number[edges[:, 1]] - clusters.first
     order = torch.argsort(edges[:, 0], stable=True)
     order = order[torch.argsort(to[order], stable=True)]
     indptr = offsets_of(torch.bincount(to, minlength=clusters.own))
-    names = ((edges[:, 1] << 32) + edges[:, 0])[order]
-    return ShardGraph.from_ids(ids[order], indptr, clusters, sources, names)
+    keys = ((edges[:, 1] << 32) + edges[:, 0])[order]
+    return ShardGraph.from_ids(ids[order], indptr, clusters, sources, keys)

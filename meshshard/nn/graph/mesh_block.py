@@ -1,8 +1,8 @@
-"""mesh_block: a layer that updates edges and then nodes, that of MeshGraphNets.
+"""MeshBlock: the layer of MeshGraphNets, which updates the edges and then the nodes.
 
-The first linear layer of the edges is one of [x_i, x_j, e]. Told apart, its products with nodes are
-made once for each node, not for each edge; the halo of the product travels while the edges' own is
-computed. Exact but for the order of three additions.
+The first linear layer of the edges acts on [x_i, x_j, e]. It is split into three, so that the node
+terms are computed once per node rather than once per edge, and the halo of one of them is exchanged
+while the edge term is computed. Exact up to the order of three additions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshshard.comm import linear
 from meshshard.errors import MeshshardError
-from meshshard.nn.graph._sparse import Ends
+from meshshard.nn.graph._sparse import Incidence
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 
 __all__ = ["MeshBlock", "mlp"]
@@ -25,13 +25,13 @@ RUN = 8192  # edges whose rows are added at a time
 
 
 def mlp(inputs: int, hidden: int, out: int, depth: int = 2, norm: bool = True) -> nn.Sequential:
-    """Linear layers, `depth` of them, with SiLU between them, and LayerNorm behind them.
+    """`depth` linear layers with SiLU between them, and a LayerNorm at the end if `norm`.
 
     Raises:
-        MeshshardError: no layer at all.
+        MeshshardError: `depth` is less than 1.
     """
     if depth < 1:
-        raise MeshshardError(f"networks of {depth} linear layers; take 1 or more")
+        raise MeshshardError(f"networks of {depth} linear layers; depth must be 1 or more")
     sizes = [inputs, *[hidden] * (depth - 1), out]
     layers: list[nn.Module] = []
     for a, b in pairwise(sizes):
@@ -40,19 +40,19 @@ def mlp(inputs: int, hidden: int, out: int, depth: int = 2, norm: bool = True) -
 
 
 class MeshBlock(nn.Module):
-    """e + MLP([x_i, x_j, e]) of every edge j -> i, then x + MLP([x, sum of the new e]).
+    """Every edge j -> i becomes e + MLP([x_i, x_j, e]), then every node x + MLP([x, sum of its e]).
 
     The block of MeshGraphNets (Pfaff et al. 2021, arXiv 2010.03409).
 
-    Communication: one exchange forward and backward, of `hidden` numbers for each halo row.
+    Communication: one exchange forward and one backward, of `hidden` numbers per halo row.
     """
 
     def __init__(self, width: int, hidden: int | None = None, depth: int = 2) -> None:
-        """Networks of `depth` linear layers.
+        """Create the edge network and the node network.
 
         Args:
-            width: numbers of a node and of an edge.
-            hidden: width of the layers between.
+            width: channels of nodes and edges.
+            hidden: width of the hidden layers; `width` by default.
             depth: linear layers of each network.
         """
         super().__init__()
@@ -62,27 +62,27 @@ class MeshBlock(nn.Module):
         self.nodes = mlp(2 * width, hidden, width, depth)
 
     def forward(self, x: Any, graph: ShardGraph, e: Any) -> tuple[Any, Any]:
-        """New nodes and edges.
+        """Update nodes and edges.
 
         Args:
-            x: (n_nodes, width) nodes, sharded, or plain on one rank.
+            x: (n_nodes, width) nodes, sharded like `graph.nodes`; or plain on one rank.
             graph: the edges.
-            e: (n_edges, width) edges, divided as `graph.edges`.
+            e: (n_edges, width) edges, sharded like `graph.edges`; or plain on one rank.
 
         Returns:
-            The same two, new.
+            The new nodes and the new edges.
 
         Raises:
-            MeshshardError: on every rank, where nodes or edges are divided otherwise.
+            MeshshardError: nodes or edges are sharded differently; raised on every rank.
         """
         sharded = type(x) is ShardTensor
         if sharded:
-            _agree(x, graph.nodes, "nodes")
-            _agree(e, graph.edges, "edges")
+            _require_sharding(x, graph.nodes, "nodes")
+            _require_sharding(e, graph.edges, "edges")
         rows, own = (x.to_local(), e.to_local()) if sharded else (x, e)
-        new_edges = own + self.edges[1:](self._first(rows, graph, own))
-        arrived = linear.apply(Ends.of(graph).arriving, new_edges)
-        new_nodes = rows + self.nodes(torch.cat([rows, arrived], -1))
+        new_edges = own + self.edges[1:](self._first_layer(rows, graph, own))
+        incoming = linear.apply(Incidence.of(graph).incoming, new_edges)
+        new_nodes = rows + self.nodes(torch.cat([rows, incoming], -1))
         if not sharded:
             return new_nodes, new_edges
         return (
@@ -90,33 +90,34 @@ class MeshBlock(nn.Module):
             ShardTensor.from_local(new_edges, graph.edges),
         )
 
-    def _first(self, x: Tensor, graph: ShardGraph, e: Tensor) -> Tensor:
-        """The first linear layer of the edges, told apart."""
+    def _first_layer(self, x: Tensor, graph: ShardGraph, e: Tensor) -> Tensor:
+        """The first linear layer of the edges, as a sum of three products."""
         first: Any = self.edges[0]
         to, source, edge = first.weight.split(self.width, dim=1)
-        running = graph.exchange.start(F.linear(x, source))
+        pending = graph.exchange.start(F.linear(x, source))
         at = F.linear(x, to)
         out = F.linear(e, edge, first.bias)
-        joined: Tensor = _Joined.apply(out, running.finish(), at, Ends.of(graph))  # type: ignore[no-untyped-call]
-        return joined
+        added: Tensor = _AddNodeTerms.apply(out, pending.finish(), at, Incidence.of(graph))  # type: ignore[no-untyped-call]
+        return added
 
 
-def _agree(x: Any, wanted: Sharding, what: str) -> None:
-    """The same on every rank, for no rank may go on alone."""
+def _require_sharding(x: Any, wanted: Sharding, what: str) -> None:
+    """Raise unless rows are sharded as expected; the outcome is the same on every rank."""
     if type(x) is not ShardTensor or x.sharding != wanted or x.sharded_dim != 0:
-        kind = f"dim {x.sharded_dim} in {x.sharding}" if type(x) is ShardTensor else "plain"
+        got = "plain"
+        if type(x) is ShardTensor:
+            got = f"sharded on dim {x.sharded_dim} with {x.sharding}"
         raise MeshshardError(
-            f"MeshBlock: {what} {tuple(x.shape)}, {kind}, are not divided as the graph's: "
-            f"{wanted}; of a whole edge_attr graph.take(edge_attr) makes own rows"
+            f"MeshBlock: {what} {tuple(x.shape)} are {got}; expected the graph's {wanted} on dim "
+            f"0: shard(x, domain, graph.nodes), graph.take(edge_attr)"
         )
 
 
-class _Joined(torch.autograd.Function):
-    """Rows of edges, with those of both ends added in place."""
+class _AddNodeTerms(torch.autograd.Function):
+    """Add the rows of both ends to the rows of edges, in place."""
 
     @staticmethod
-    def forward(ctx: Any, e: Tensor, x: Tensor, at: Tensor, ends: Ends) -> Tensor:
-        """The value."""
+    def forward(ctx: Any, e: Tensor, x: Tensor, at: Tensor, ends: Incidence) -> Tensor:
         ctx.ends = ends
         ctx.mark_dirty(e)
         for a in range(0, e.shape[0], RUN):
@@ -128,7 +129,6 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """The value of the adjoint."""
-        ends: Ends = ctx.ends
+        ends: Incidence = ctx.ends
         x = linear.apply(ends.sources.adjoint(), grad)
-        return grad, x, linear.apply(ends.arriving, grad), None
+        return grad, x, linear.apply(ends.incoming, grad), None

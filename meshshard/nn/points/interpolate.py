@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from meshshard.comm import linear
-from meshshard.nn.graph._sparse import Ends
+from meshshard.nn.graph._sparse import Incidence
 from meshshard.nn.points.knn import edge_vectors, knn
 from meshshard.tensor import ShardGraph, ShardTensor
 from meshshard.tensor.shard_tensor import local_of, wrap
@@ -53,7 +53,7 @@ def interpolate(x: Tensor, pos_x: Tensor, pos_y: Tensor, graph: ShardGraph) -> T
     weights = 1 / (vectors * vectors).sum(1).clamp(min=CLOSEST)
     weights = weights.to(kind).view(-1, *[1] * (source.ndim - 1))
     least = torch.finfo(kind).tiny  # of a place without neighbors
-    sums = Ends.of(graph).arriving
+    sums = Incidence.of(graph).incoming
     above, below = linear.apply(sums, source * weights), linear.apply(sums, weights)
     out = above / below.clamp(min=least)
     out = out.to(source.dtype)

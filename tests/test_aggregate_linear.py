@@ -136,7 +136,7 @@ def test_changed_layers_are_heeded(make, name, change):
     if change == "adapter":
         setattr(plain, name, Adapter(layer).double())
     else:
-        kept = layer.forward
-        layer.forward = lambda rows: 2 * kept(rows)
+        forward = layer.forward
+        layer.forward = lambda rows: 2 * forward(rows)
     want = plain(x, edges)
     assert farthest(convert(plain)(x, graph).detach(), want.detach()) <= 1e-12
