@@ -9,7 +9,7 @@ from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.models import GeoOptions, GeoTransolver
 from meshshard.models.geo_transolver import SliceTokens
-from meshshard.nn.slices import _layer
+from meshshard.nn.slices import _tiles
 from meshshard.tensor import Sharding, ShardTensor
 
 N, M = 60, 45
@@ -57,7 +57,7 @@ def found(model, given, domain, orders):
 
 
 def shards_job(sizes, few):
-    _layer.FEW = few
+    _tiles.FEW = few
     domain, model = init_domain(), small()
     given = numbers(N, 4), numbers(N, 3), numbers(M, 6)
     same = torch.arange(N), torch.arange(M)
@@ -100,13 +100,13 @@ def test_the_geometry_matters():
     y = model(x, pos, geometry, numbers(3, 2))
     assert far(model(x, pos, geometry * 0.9, numbers(3, 2)), y) > 1e-3
     assert far(model(x, pos, geometry, numbers(3, 2) * 2), y) > 1e-4
-    with pytest.raises(MeshshardError, match="built for tokens 2 wide"):
+    with pytest.raises(MeshshardError, match="built for context tokens of width 2"):
         model(x, pos, geometry)
 
 
 def test_replaced_modules_are_heeded(monkeypatch):
     """A hook that changes nothing leads through the modules; one that does, changes the output."""
-    monkeypatch.setattr(_layer, "FEW", 0)
+    monkeypatch.setattr(_tiles, "FEW", 0)
     model, given = small(), (numbers(N, 4), numbers(N, 3), numbers(M, 6), numbers(3, 2))
     want = model(*given)
     found = [m for m in model.modules() if isinstance(m, SliceTokens)]
@@ -121,7 +121,7 @@ def test_replaced_modules_are_heeded(monkeypatch):
 
 
 def test_kept_weights_are_kept_and_change_nothing(monkeypatch):
-    monkeypatch.setattr(_layer, "FEW", 8)
+    monkeypatch.setattr(_tiles, "FEW", 8)
     found = []
     for keep in (False, True):
         torch.manual_seed(0)
@@ -137,5 +137,5 @@ def test_kept_weights_are_kept_and_change_nothing(monkeypatch):
 
 def test_a_context_that_is_not_expected_is_told_so():
     x = torch.rand(5, 3)
-    with pytest.raises(MeshshardError, match="the model was built for no tokens"):
+    with pytest.raises(MeshshardError, match="the model was built for no context"):
         GeoTransolver(3, 1, hidden=16, heads=2, layers=1)(x, x, x, torch.rand(2, 3))

@@ -11,7 +11,7 @@ from meshshard.comm import init_domain
 from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.nn import SliceAttention
-from meshshard.nn.slices import _layer
+from meshshard.nn.slices import _tiles
 from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard
 
 DATA = Path(__file__).parent / "data"
@@ -47,8 +47,8 @@ def rows(*shape):
 @pytest.fixture(params=["ordinary", "tiled"])
 def few(request, monkeypatch):
     """Rows from which tiles are used."""
-    monkeypatch.setattr(_layer, "FEW", 1000 if request.param == "ordinary" else 0)
-    return _layer.FEW
+    monkeypatch.setattr(_tiles, "FEW", 1000 if request.param == "ordinary" else 0)
+    return _tiles.FEW
 
 
 # ------------------------------------------------------------------------------------------- oracle
@@ -106,7 +106,7 @@ def leaf(own, sharding, dim):
 
 
 def shards_job(sizes, variant, few, options):
-    _layer.FEW = few
+    _tiles.FEW = few
     domain = init_domain()
     layer = attention(variant, tile=16, **options)
     context = rows(3, 24) if variant == "v1" else None
@@ -136,7 +136,7 @@ def test_shards_equal_the_whole(ranks, few, variant, size, options):
 
 
 def traffic_job(few, deterministic):
-    _layer.FEW = few
+    _tiles.FEW = few
     domain = init_domain()
     layer = attention(deterministic=deterministic)
     x = shard(rows(97, 24), domain, (97, 0)).requires_grad_()
@@ -160,7 +160,7 @@ def test_one_message_each_way(ranks, few):
 # ------------------------------------------------------------------------------ second derivatives
 def residual_job(sizes, variant, few):
     """A loss with the Laplacian of an output by the coordinates, physics-informed."""
-    _layer.FEW = few
+    _tiles.FEW = few
     domain = init_domain()
     layer = attention(variant, tile=16).eval()
     head = rows(24)
@@ -187,7 +187,7 @@ def test_second_derivatives(ranks, few, variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tiles_are_differentiable_to_any_order(monkeypatch, variant):
-    monkeypatch.setattr(_layer, "FEW", 0)
+    monkeypatch.setattr(_tiles, "FEW", 0)
     layer = SliceAttention(4, 2, 3, variant=variant, tile=2).double().eval()
     x = rows(1, 5, 4).requires_grad_()
     assert torch.autograd.gradcheck(layer, x)
@@ -215,7 +215,7 @@ def test_context_is_attended_to(few):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_are_as_precise_as_whole_rows(monkeypatch, dtype):
     """Law 5: the distance to double precision is at most twice that of ordinary operations."""
-    monkeypatch.setattr(_layer, "FEW", 0)
+    monkeypatch.setattr(_tiles, "FEW", 0)
     layer, x = attention(tile=64), rows(3000, 24)
     want = layer(x)
     layer, x = layer.to(dtype), x.to(dtype)
@@ -225,7 +225,7 @@ def test_tiles_are_as_precise_as_whole_rows(monkeypatch, dtype):
 
 
 def test_frozen_parameters_and_autocast(monkeypatch):
-    monkeypatch.setattr(_layer, "FEW", 0)
+    monkeypatch.setattr(_tiles, "FEW", 0)
     layer = attention(tile=16).float()
     layer.in_project_fx.weight.requires_grad_(False)
     layer.to_out.requires_grad_(False)
@@ -242,11 +242,11 @@ def test_frozen_parameters_and_autocast(monkeypatch):
 def test_what_is_refused():
     with pytest.raises(MeshshardError, match="5 heads do not divide a width of 24"):
         SliceAttention(24, 5)
-    with pytest.raises(MeshshardError, match="'v2' is unknown; there are: v1, plus, physicsnemo"):
+    with pytest.raises(MeshshardError, match="'v2' is unknown; choose one of v1, plus, physicsnemo"):
         SliceAttention(24, 4, variant="v2")
     layer = attention()
     with pytest.raises(MeshshardError, match=r"rows must be \(N, 24\) or .* not \(9, 7\)"):
         layer(rows(9, 7))
     domain = init_domain()
-    with pytest.raises(NoShardRule, match="its rows are not what is sharded"):
+    with pytest.raises(NoShardRule, match="must be sharded along its rows"):
         layer(shard(rows(2, 9, 24), domain, (2,)))

@@ -18,7 +18,7 @@ from meshshard.comm import Domain, init_domain
 from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.models import Transolver, TransolverOptions
-from meshshard.nn.slices import _layer
+from meshshard.nn.slices import _tiles
 from meshshard.partitioning.partition import partition
 from meshshard.tensor import Sharding, ShardTensor, shard
 
@@ -51,8 +51,8 @@ def small(variant="v1", **options):
 @pytest.fixture(params=["ordinary", "tiled"])
 def few(request, monkeypatch):
     """Rows from which tiles are used."""
-    monkeypatch.setattr(_layer, "FEW", 1000 if request.param == "ordinary" else 0)
-    return _layer.FEW
+    monkeypatch.setattr(_tiles, "FEW", 1000 if request.param == "ordinary" else 0)
+    return _tiles.FEW
 
 
 # ------------------------------------------------------------------------------------------- oracle
@@ -103,9 +103,9 @@ def test_other_parameters_are_refused():
         Transolver.from_reference(state)
     with pytest.raises(MeshshardError, match="variant='physicsnemo'"):
         small().to_physicsnemo()
-    with pytest.raises(MeshshardError, match="built for no tokens"):
+    with pytest.raises(MeshshardError, match="built for no context"):
         small()(rows(97, 3), rows(1, 4))
-    with pytest.raises(MeshshardError, match="built for tokens 4 wide"):
+    with pytest.raises(MeshshardError, match="built for context tokens of width 4"):
         small(context_dim=4)(rows(97, 3))
 
 
@@ -143,7 +143,7 @@ def trained(model, x, context, average, steps=2):
 
 
 def training_job(sizes, variant, few, wrapper, batched):
-    _layer.FEW = few
+    _tiles.FEW = few
     domain = init_domain()
     shape, dim = ((2, 97, 3), 1) if batched else ((97, 3), 0)
     context = rows(2, 4) if variant == "v1" else None
@@ -169,7 +169,7 @@ def test_training_equals_serial(ranks, few, variant, size):
 
 def fsdp_job(sizes, few):
     """Parameters sharded by FSDP2 over the ranks of the domain, blocks apart."""
-    _layer.FEW = few
+    _tiles.FEW = few
     domain, model = init_domain(), small(tile=16)
     alone = shard(rows(97, 3), Domain(), (97,)).requires_grad_()
     want = trained(copy.deepcopy(model), alone, None, lambda: None)
@@ -186,7 +186,7 @@ def test_training_with_sharded_parameters(ranks, few):
 
 
 def traffic_job(few):
-    _layer.FEW = few
+    _tiles.FEW = few
     domain = init_domain()
     model = small()
     x = shard(rows(97, 3), domain, (97, 0)).requires_grad_()
@@ -251,7 +251,7 @@ def test_the_defaults_work():
 
 def test_tiles_keep_the_input_of_a_block(monkeypatch):
     """What autograd keeps from forward to backward: rows of inputs, else tokens."""
-    monkeypatch.setattr(_layer, "FEW", 0)
+    monkeypatch.setattr(_tiles, "FEW", 0)
     model, n = small(tile=16), 640
     kept = {}
 
