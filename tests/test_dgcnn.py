@@ -117,5 +117,7 @@ def test_neighbors_in_space_and_what_is_sent_back(ranks):
 
 
 def test_a_norm_that_is_not_there_is_refused():
-    with pytest.raises(MeshshardError, match="norm 'group' is unknown: batch, layer or None"):
+    with pytest.raises(
+        MeshshardError, match="norm 'group' is unknown; choose one of batch, layer, None"
+    ):
         DGCNN(3, 1, norm="group")

@@ -13,7 +13,7 @@ from meshshard.comm import Domain, DomainError, init_domain
 from meshshard.comm.domain import count_traffic
 from meshshard.graph import knn_graph, radius_graph
 from meshshard.nn.points import _search
-from meshshard.nn.points._scan import dimension
+from meshshard.nn.points._scan import intrinsic_dimension
 from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard
 from meshshard.tensor.shard_tensor import MeshshardError
 
@@ -173,12 +173,16 @@ def test_features_of_many_coordinates(seed, dims):
 def test_features_on_a_thin_sheet_are_searched_by_a_tree():
     flat = torch.rand(600, 3, dtype=torch.float64)
     features = torch.relu(flat @ torch.randn(3, 40, dtype=torch.float64))
-    assert dimension(features) < 8 < dimension(torch.randn(600, 40, dtype=torch.float64))
+    assert (
+        intrinsic_dimension(features)
+        < 8
+        < intrinsic_dimension(torch.randn(600, 40, dtype=torch.float64))
+    )
     for x in (features, torch.randn(200, 40, dtype=torch.float64)):
         whole = x.numpy()
         want = wanted(whole, whole, np.arange(len(x)), own=True, k=5)
         assert rows(ms_nn.knn_graph(x, 5)) == want
-    assert dimension(torch.zeros(50, 40, dtype=torch.float64)) == 40
+    assert intrinsic_dimension(torch.zeros(50, 40, dtype=torch.float64)) == 40
 
 
 def test_many_points_at_one_place_take_the_lowest_rows():
@@ -203,11 +207,11 @@ def wrong_job():
         message = f"radius_graph: {count} edges, at most {count - 1} are allowed"
         with pytest.raises(DomainError, match=message):
             ms_nn.radius_graph(fine, 1.0, most, count - 1)
-    with pytest.raises(MeshshardError, match="two domains meet"):
+    with pytest.raises(MeshshardError, match="sharded over different domains"):
         ms_nn.knn(fine, torch.zeros(4, 3), 2)
-    with pytest.raises(MeshshardError, match="3 coordinates meet 2"):
+    with pytest.raises(MeshshardError, match="x has 3 coordinates, y has 2"):
         ms_nn.knn(fine, fine[:, :2], 2)
-    with pytest.raises(MeshshardError, match="7 neighbors do not fit into a width of 2"):
+    with pytest.raises(MeshshardError, match="a row has 7 neighbors, more than the width of 2"):
         ms_nn.grouped(fine, ms_nn.radius_graph(fine, 1.0), 2)
 
 
@@ -219,19 +223,19 @@ def test_wrong_arguments_are_named(monkeypatch):
     x = torch.zeros(4, 3)
     with pytest.raises(MeshshardError, match="0 neighbors"):
         ms_nn.knn_graph(x, 0)
-    with pytest.raises(MeshshardError, match=r"2\.5 neighbors; take a whole number"):
+    with pytest.raises(MeshshardError, match=r"2\.5 neighbors; take an integer"):
         ms_nn.knn_graph(x, 2.5)
     with pytest.raises(MeshshardError, match="radius of -1"):
         ms_nn.radius_graph(x, -1)
-    with pytest.raises(MeshshardError, match="positions are not numpy"):
+    with pytest.raises(MeshshardError, match="positions must be a tensor, not numpy"):
         ms_nn.knn_graph(np.zeros((4, 3)), 1)
-    with pytest.raises(MeshshardError, match=r"positions are \(n, d\), not \(4,\)"):
+    with pytest.raises(MeshshardError, match=r"positions must be \(n, d\), not \(4,\)"):
         ms_nn.knn_graph(x[:, 0], 1)
     across = shard(x, Domain(), [3], dim=1)
     with pytest.raises(NoShardRule, match="sharded along their rows"):
         ms_nn.knn_graph(across, 1)
-    monkeypatch.setattr(_search, "_free", lambda device: 100)
-    with pytest.raises(DomainError, match="12 of them on rank 0, need 576 bytes there and 100"):
+    monkeypatch.setattr(_search, "_free_memory", lambda device: 100)
+    with pytest.raises(DomainError, match="12 of them on rank 0, need 576 bytes there, but 100"):
         ms_nn.radius_graph(x, 1.0)
 
 

@@ -242,7 +242,9 @@ def test_frozen_parameters_and_autocast(monkeypatch):
 def test_what_is_refused():
     with pytest.raises(MeshshardError, match="5 heads do not divide a width of 24"):
         SliceAttention(24, 5)
-    with pytest.raises(MeshshardError, match="'v2' is unknown; choose one of v1, plus, physicsnemo"):
+    with pytest.raises(
+        MeshshardError, match="'v2' is unknown; choose one of v1, plus, physicsnemo"
+    ):
         SliceAttention(24, 4, variant="v2")
     layer = attention()
     with pytest.raises(MeshshardError, match=r"rows must be \(N, 24\) or .* not \(9, 7\)"):

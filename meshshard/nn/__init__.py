@@ -1,6 +1,7 @@
-"""nn: layers that run on one sharded mesh as on a whole one, the same class for any world size.
+"""nn: layers for sharded meshes and point clouds; the same classes on any number of ranks.
 
-They take ShardTensors, or plain tensors, and give back the same kind. Each says what it sends.
+They take ShardTensors or plain tensors and return the same kind. The `Communication:` lines of the
+docstrings list the collectives of each layer.
 """
 
 from meshshard.nn.attention import Bottleneck

@@ -1,4 +1,4 @@
-"""points: neighbors of sharded points, choices of a few of them, ways to a grid and to others."""
+"""points: neighbors, sampling and interpolation of sharded points; to regular grids and back."""
 
 from meshshard.nn.points.grid import Box, grid_from_points, points_from_grid
 from meshshard.nn.points.interpolate import knn_interpolate
