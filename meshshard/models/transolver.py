@@ -321,11 +321,13 @@ def _mlp_plus(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add: Te
     return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2) + add
 
 
-def _rest_of_block(x: Tensor, answer: Tensor, *parameters: Tensor) -> tuple[Tensor | None, Tensor]:
-    """A block after its attention, up to its last linear layer: residual, input of that layer."""
+def _rest_of_block(
+    x: Tensor, attended: Tensor, *parameters: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """A block after its attention `out`, up to its last linear layer: residual, layer input."""
     norm, bias, w, b = parameters[:4]
     width = x.shape[-1:]
-    h = x + answer
+    h = x + out
     u = F.gelu(F.linear(F.layer_norm(h, width, norm, bias), w, b))
     if len(parameters) == 4:
         return h, u

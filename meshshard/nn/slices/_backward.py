@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshshard.nn.slices._math import SliceLayer, by_heads, slice_means, spread
+from meshshard.nn.slices._math import SliceLayer, by_heads, deslice, slice_means
 from meshshard.nn.slices._tiles import Tiling
 from meshshard.tensor.rules.reductions import wide
 
@@ -42,41 +42,41 @@ class Backward:
         self.mass = (total[..., -1] + layer.eps)[..., None]
         self.means = slice_means(total, layer.eps, x.dtype).requires_grad_()
         with torch.enable_grad():
-            self.answers = self.layer.tokens(self.means)
+            self.tokens = self.layer.attention(self.means)
         stages = self.layer.stages.items()
         self.sums = {name: GradientSums(stage.tensors) for name, stage in stages}
 
     def gradients(self, grad: Tensor) -> Grads:
         """Gradients of the rows and of all tensors of the layer, given that of the output."""
-        residual, to_read, to_answers = self._from_output(grad)
-        tensors = self.layer.tokens.tensors
-        found = vjp([self.answers], [self.means, *tensors], [to_answers])
-        self.sums["tokens"].add(found[1:])
+        residual, to_desliced, to_tokens = self._from_output(grad)
+        tensors = self.layer.attention.tensors
+        found = vjp([self.tokens], [self.means, *tensors], [to_tokens])
+        self.sums["attention"].add(found[1:])
         assert found[0] is not None
         to_means = self.domain.all_reduce(found[0].to(self.mass.dtype))
         to_sums = to_means / self.mass
         to_mass = -(to_sums * self.means).sum(-1)
-        gx = self._to_input(residual, to_read, to_sums, to_mass)
+        gx = self._to_input(residual, to_desliced, to_sums, to_mass)
         return [gx, *(t for sums in self.sums.values() for t in sums.result())]
 
     def _from_output(self, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """The first pass: gradients of rows by the residual, of what they read, of the answers."""
-        answers, out = self.answers.detach(), self.layer.out
+        """The first pass: gradients of rows by the residual, of desliced rows, of the tokens."""
+        tokens, out = self.tokens.detach(), self.layer.out
         residual = None if self.layer.rest is None else torch.empty_like(self.x)
-        to_read = torch.empty_like(self.x)
-        to_answers = torch.zeros_like(answers, dtype=self.mass.dtype)
+        to_desliced = torch.empty_like(self.x)
+        to_tokens = torch.zeros_like(tokens, dtype=self.mass.dtype)
         for i, (_, rows) in enumerate(self.tiles):
             tile, g = self.x[:, rows], grad[:, rows]
             w = self._weights(i, tile, rows)
-            read = spread(w, answers)
+            desliced = deslice(w, tokens)
             if residual is not None:
-                residual[:, rows], g = self._through_rest(tile, out(read), g)
-            self.sums["out"].add(_of_linear(g, read))
-            back = to_read[:, rows]
+                residual[:, rows], g = self._through_rest(tile, out(desliced), g)
+            self.sums["out"].add(_of_linear(g, desliced))
+            back = to_desliced[:, rows]
             for to, one in zip(back, g, strict=True):
                 torch.mm(one, out.tensors[0], out=to)
-            to_answers += torch.matmul(w.transpose(-1, -2), by_heads(back, w.shape[1]))
-        return residual, to_read, to_answers
+            to_tokens += torch.matmul(w.transpose(-1, -2), by_heads(back, w.shape[1]))
+        return residual, to_desliced, to_tokens
 
     def _weights(self, i: int, tile: Tensor, rows: slice) -> Tensor:
         """Weights of a tile; their input m stays for the second pass."""
@@ -85,9 +85,9 @@ class Backward:
         assert self.m is not None
         return self.layer.weights(self.layer.projected(tile, self.m[:, rows]), rows)
 
-    def _through_rest(self, tile: Tensor, answer: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    def _through_rest(self, tile: Tensor, attended: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of rows and attention output, through what follows the attention."""
-        leaves, rest, last = [_leaf(tile), _leaf(answer)], self.layer.rest, self.layer.last
+        leaves, rest, last = [_leaf(tile), _leaf(attended)], self.layer.rest, self.layer.last
         assert rest is not None
         assert last is not None
         with torch.enable_grad():
@@ -102,13 +102,13 @@ class Backward:
         return gx, ga
 
     def _to_input(
-        self, residual: Tensor | None, to_read: Tensor, to_sums: Tensor, to_mass: Tensor
+        self, residual: Tensor | None, to_desliced: Tensor, to_sums: Tensor, to_mass: Tensor
     ) -> Tensor:
         """The second pass: gradients of the rows."""
         gS, gd = to_sums.to(self.x.dtype), to_mass.to(self.x.dtype)
-        both = torch.cat([gS, self.answers.detach()], -1).transpose(-1, -2).flatten(0, 1)
+        both = torch.cat([gS, self.tokens.detach()], -1).transpose(-1, -2).flatten(0, 1)
         gd = gd.flatten(0, 1)[:, None]  # (B * H, 1, G) beside (B * H, 2D, G)
-        gx = to_read if residual is None else residual
+        gx = to_desliced if residual is None else residual
         for _, rows in self.tiles:
             x = _leaf(self.x[:, rows])
             with torch.enable_grad():
@@ -116,7 +116,7 @@ class Backward:
                 m = self.layer.project(z) if self.m is None else self.m[:, rows]
                 ends = [_leaf(z), _leaf(m)]
                 w, f = self.layer.slices(*ends, rows)
-            back = by_heads(to_read[:, rows], w.shape[1])
+            back = by_heads(to_desliced[:, rows], w.shape[1])
             pairs = torch.cat([f.detach(), back], -1).flatten(0, 1)
             gw = torch.baddbmm(gd, pairs, both).view_as(w)
             gf = torch.matmul(w.detach(), gS)

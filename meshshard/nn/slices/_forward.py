@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshshard.nn.slices._backward import Backward, GradientSums, vjp
-from meshshard.nn.slices._math import SliceLayer, Stage, slice_means, spread
+from meshshard.nn.slices._math import SliceLayer, Stage, deslice, slice_means
 from meshshard.nn.slices._tiles import SliceSums, Tiling
 
 __all__ = ["apply_layer", "apply_layer_in_place", "map_rows"]
@@ -54,9 +54,9 @@ def _recorded(layer: SliceLayer, tiling: Tiling, x: Tensor) -> Tensor:
         w, f = layer.sliced(x[:, rows], rows)
         sums.add(shard, w, f)
         weights.append(w)
-    answers = layer.tokens(slice_means(sums.total(), layer.eps, x.dtype))
+    tokens = layer.attention(slice_means(sums.total(), layer.eps, x.dtype))
     outs = [
-        layer.output(x[:, rows], spread(w, answers))
+        layer.output(x[:, rows], deslice(w, tokens))
         for (_, rows), w in zip(tiles, weights, strict=True)
     ]
     return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
@@ -77,15 +77,15 @@ def _tiled(
     for shard, rows in tiles:
         sums.add(shard, *layer.sliced(x[:, rows], rows, None if m is None else m[:, rows]))
     total = sums.total()
-    answers = layer.tokens(slice_means(total, layer.eps, x.dtype))
+    tokens = layer.attention(slice_means(total, layer.eps, x.dtype))
     out = fresh if layer.width == x.shape[2] else x.new_empty(*x.shape[:2], layer.width)
     for i, (_, rows) in enumerate(tiles):
         if sums.weights:
-            read = spread(sums.weights[i], answers)
+            desliced = deslice(sums.weights[i], tokens)
         else:
             again = layer.projected(x[:, rows]) if m is None else m[:, rows]
-            read = layer.spread(again, rows, answers)
-        layer.output(x[:, rows], read, out[:, rows])
+            desliced = layer.deslice(again, rows, tokens)
+        layer.output(x[:, rows], desliced, out[:, rows])
     return out, total, sums.weights
 
 

@@ -25,13 +25,13 @@ __all__ = [
     "attend",
     "attention",
     "by_heads",
+    "deslice",
     "dot_product_attention",
     "mix",
     "mixed_attention",
     "normalize",
     "slice_means",
     "slice_sums",
-    "spread",
 ]
 
 Noise = Callable[[slice], Tensor]  # rows to what is added to their logits, (B, n, H, G)
@@ -71,10 +71,11 @@ class SliceLayer:
         norm: rows x (B, n, C) to z (B, n, C).
         project: linear, z to m (B, n, C), from which the weights of the slices are computed.
         slices: (z, m, rows) to weights (B, H, n, G) and values (B, H, n, D); without values where
-            z is None. Its function's `spread(m, rows, answers)` returns what the rows read back
-            from the slices, (B, n, C).
-        tokens: weighted means of the values (B, H, G, D) to the answers of the slices.
-        out: linear, what a row reads back to its attention output.
+            z is None. The `deslice` of its function maps (m, rows, tokens) to desliced rows: the
+            weighted sums of the tokens, (B, n, C).
+        attention: weighted means of the values in each slice, (B, H, G, D), to tokens of this shape
+            that have attended to each other.
+        out: linear, desliced rows to the attention output.
         rest: (x, attention output) to a residual (B, n, C), or None, and the input of `last`; None
             for an attention that is not part of a block.
         last: linear, added to the residual.
@@ -84,7 +85,7 @@ class SliceLayer:
     norm: Stage
     project: Stage
     slices: Stage
-    tokens: Stage
+    attention: Stage
     out: Stage
     rest: Stage | None
     last: Stage | None
@@ -93,7 +94,7 @@ class SliceLayer:
     @property
     def stages(self) -> dict[str, Stage]:
         """All stages by name, in the order of the forward pass."""
-        names = ("norm", "project", "slices", "tokens", "out", "rest", "last")
+        names = ("norm", "project", "slices", "attention", "out", "rest", "last")
         pairs = ((name, getattr(self, name)) for name in names)
         return {name: stage for name, stage in pairs if stage is not None}
 
@@ -129,16 +130,16 @@ class SliceLayer:
         z = self.norm(x)
         return self.slices(z, self.project.linear(z, m), rows)  # type: ignore[no-any-return]
 
-    def spread(self, m: Tensor, rows: slice, answers: Tensor) -> Tensor:
-        """What rows read back from the slices, (B, n, C), given the input m of their weights."""
+    def deslice(self, m: Tensor, rows: slice, tokens: Tensor) -> Tensor:
+        """Weighted sums of tokens (B, H, G, D) for each row, (B, n, C), without a gradient."""
         function: Any = self.slices.function
-        return function.spread(m, rows, answers, *self.slices.tensors)  # type: ignore[no-any-return]
+        return function.deslice(m, rows, tokens, *self.slices.tensors)  # type: ignore[no-any-return]
 
-    def output(self, x: Tensor, read: Tensor, out: Tensor | None = None) -> Tensor:
-        """Output rows, given what they read back; written to `out`, which may be x, where given."""
+    def output(self, x: Tensor, desliced: Tensor, out: Tensor | None = None) -> Tensor:
+        """Output rows, given desliced rows; written to `out`, which may be x, where given."""
         if self.rest is None or self.last is None:
-            return self.out.linear(read, out)
-        h, u = self.rest(x, self.out(read))
+            return self.out.linear(desliced, out)
+        h, u = self.rest(x, self.out(desliced))
         y = self.last.linear(u, out)
         return y if h is None else y + h if out is None else y.add_(h)
 
@@ -159,8 +160,8 @@ class HeadTemperature:
         w = logits.softmax(-1).view(*h.shape[:3], len(ws))
         return w, None if z is None else by_heads(F.linear(z, wf, bf), len(bs))
 
-    def spread(self, m: Tensor, rows: slice, answers: Tensor, *parameters: Tensor) -> Tensor:
-        """What rows read back, (B, n, C), without a gradient.
+    def deslice(self, m: Tensor, rows: slice, tokens: Tensor, *parameters: Tensor) -> Tensor:
+        """Weighted sums of tokens (B, H, G, D) for each row, (B, n, C), without a gradient.
 
         One fused attention: rows are the queries, the linear map to the slices holds the keys.
         """
@@ -168,7 +169,7 @@ class HeadTemperature:
         q = by_heads(m, len(bs))
         shape = *q.shape[:3], len(ws)
         k, bias = ws.expand(*q.shape[:2], -1, -1), bs[:, None].expand(shape)
-        o = F.scaled_dot_product_attention(q, k, answers, attn_mask=bias, scale=1.0)
+        o = F.scaled_dot_product_attention(q, k, tokens, attn_mask=bias, scale=1.0)
         return o.transpose(1, 2).flatten(2)
 
 
@@ -191,9 +192,9 @@ class RowTemperature:
         w = (logits / T.clamp(min=0.01)).softmax(-1)
         return w.transpose(1, 2), f.transpose(1, 2)
 
-    def spread(self, m: Tensor, rows: slice, answers: Tensor, *parameters: Tensor) -> Tensor:
-        """What rows read back, (B, n, C)."""
-        return spread(self(None, m, rows, *parameters)[0], answers)
+    def deslice(self, m: Tensor, rows: slice, tokens: Tensor, *parameters: Tensor) -> Tensor:
+        """Weighted sums of tokens (B, H, G, D) for each row, (B, n, C)."""
+        return deslice(self(None, m, rows, *parameters)[0], tokens)
 
 
 def by_heads(x: Tensor, heads: int) -> Tensor:
@@ -217,9 +218,9 @@ def slice_means(sums: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return (sums[..., :-1] / (sums[..., -1:] + eps)).to(dtype)
 
 
-def spread(w: Tensor, answers: Tensor) -> Tensor:
-    """What rows read back from the slices, heads side by side: (B, n, H * D)."""
-    return torch.matmul(w, answers).transpose(1, 2).flatten(2)
+def deslice(w: Tensor, tokens: Tensor) -> Tensor:
+    """Weighted sums of tokens (B, H, G, D) for each row, heads side by side: (B, n, H * D)."""
+    return torch.matmul(w, tokens).transpose(1, 2).flatten(2)
 
 
 # ------------------------------------------------------------------------------ among the slices

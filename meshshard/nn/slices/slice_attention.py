@@ -1,4 +1,4 @@
-"""Slice attention: rows are reduced to a few slices, which attend to each other; rows read back."""
+"""Slice attention: rows are reduced to tokens, which attend to each other, and back to rows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from meshshard.nn.slices._math import (
     Stage,
     attend,
     attention,
+    deslice,
     dot_product_attention,
     mix,
     mixed_attention,
     normalize,
     slice_means,
-    spread,
 )
 from meshshard.nn.slices._tiles import SliceSums, Tiling
 from meshshard.tensor import Sharding, ShardTensor
@@ -162,7 +162,7 @@ class SliceAttention(nn.Module):
         for shard, part in sums.tiling.tiles():
             sums.add(shard, w[:, :, part], f[:, :, part])
         s = slice_means(sums.total(), VARIANTS[self.variant], rows.dtype)
-        return self.to_out(like_input(spread(w, self._attend_by_modules(s, context)), x))  # type: ignore[no-any-return]
+        return self.to_out(like_input(deslice(w, self._attend_by_modules(s, context)), x))  # type: ignore[no-any-return]
 
     def _attend_by_modules(self, s: Tensor, context: Tensor | None) -> Tensor:
         """Answers of the slices, with a call of each module."""
@@ -209,14 +209,14 @@ class SliceAttention(nn.Module):
             normalize(norm),
             Stage(F.linear, (weight, bias)),
             self._slice_stage(noise),
-            self._token_stage(context),
+            self._attention_stage(context),
             Stage(F.linear, tuple(self.to_out.parameters())),
             rest,
             last,
             VARIANTS[self.variant],
         )
 
-    def _token_stage(self, context: Tensor | None) -> Stage:
+    def _attention_stage(self, context: Tensor | None) -> Stage:
         own = (self.to_q.weight, self.to_k.weight, self.to_v.weight)
         return Stage(attention, own if context is None else (*own, context))
 
@@ -275,9 +275,9 @@ class CrossSliceAttention(SliceAttention):
         self.cross_v = nn.Linear(context_dim, width)
         self.state_mixing = nn.Parameter(torch.zeros(()))
 
-    def _token_stage(self, context: Tensor | None) -> Stage:
+    def _attention_stage(self, context: Tensor | None) -> Stage:
         if context is None:
-            return super()._token_stage(None)
+            return super()._attention_stage(None)
         own = (self.to_q.weight, self.to_k.weight, self.to_v.weight)
         cross = [p for m in (self.cross_q, self.cross_k, self.cross_v) for p in m.parameters()]
         return Stage(mixed_attention, (*own, *cross, self.state_mixing, context))
