@@ -16,6 +16,7 @@ from meshshard.models.transolver import (
     TransolverOptions,
     check_context,
     init_weights,
+    slice_attention,
 )
 from meshshard.nn import CrossSliceAttention, ball_query, grouped
 from meshshard.nn._unmodified import is_unmodified
@@ -107,9 +108,10 @@ class GeoTransolver(nn.Module):
         self.tokens = nn.ModuleList(tokens)
         full = hidden + options.local * len(options.radii)
         ends = [None] * (layers - 1) + [out_dim]
-        seen = len(widths) * (hidden // heads)
+        sizes = full, heads, options.slices, len(widths) * (hidden // heads)
         self.blocks = nn.ModuleList(
-            Block(_attention(full, heads, seen, options), n, options.mlp_ratio) for n in ends
+            Block(slice_attention(CrossSliceAttention, sizes, options), n, options.mlp_ratio)
+            for n in ends
         )
         self.apply(init_weights)
 
@@ -168,20 +170,6 @@ class GeoTransolver(nn.Module):
         offsets = (rows[..., :width] - pos[:, None]) / self.options.radii[i]
         seen = torch.cat([offsets, rows[..., width:]], -1) * mask[..., None]
         return torch.tanh(self.balls[i](seen.flatten(1)))
-
-
-def _attention(dim: int, heads: int, context_dim: int, options: GeoOptions) -> CrossSliceAttention:
-    attention = CrossSliceAttention(
-        dim,
-        heads,
-        options.slices,
-        context_dim,
-        variant=options.variant,
-        tile=options.tile,
-        deterministic=options.deterministic,
-    )
-    attention.keep_weights = options.keep_weights
-    return attention
 
 
 class SliceTokens(nn.Module):

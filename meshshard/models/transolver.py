@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -21,7 +22,12 @@ from meshshard.nn.slices.slice_attention import default_tile, like_input, local_
 from meshshard.tensor import Sharding
 from meshshard.tensor.shard_tensor import uncompiled
 
-__all__ = ["MLP", "Block", "Transolver", "TransolverOptions", "check_context", "init_weights"]
+__all__ = [
+    "MLP", "Block", "Transolver", "TransolverOptions", "check_context", "init_weights",
+    "slice_attention",
+]  # fmt: skip
+
+A = TypeVar("A", bound=SliceAttention)
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,10 @@ class Transolver(nn.Module):
         self.tile = default_tile(options.tile, heads, slices)
         self.preprocess = MLP(in_dim, 2 * hidden, hidden)
         self.placeholder = nn.Parameter(torch.rand(hidden) / hidden)
-        ends = [None] * (layers - 1) + [out_dim]
+        ends, sizes = [None] * (layers - 1) + [out_dim], (hidden, heads, slices)
         self.blocks = nn.ModuleList(
-            Block(_attention(hidden, heads, slices, options), n, options.mlp_ratio) for n in ends
+            Block(slice_attention(SliceAttention, sizes, options), n, options.mlp_ratio)
+            for n in ends
         )
         width = options.context_dim
         self.context: nn.Linear | None = nn.Linear(width, hidden) if width else None
@@ -304,16 +311,13 @@ class Block(nn.Module):
         return self.mlp2(self.ln_3(x)) if self.last else x
 
 
-def _attention(hidden: int, heads: int, slices: int, options: TransolverOptions) -> SliceAttention:
-    return SliceAttention(
-        hidden,
-        heads,
-        slices,
-        variant=options.variant,
-        tile=options.tile,
-        keep_weights=options.keep_weights,
-        deterministic=options.deterministic,
+def slice_attention(kind: type[A], sizes: Sequence[int], options: TransolverOptions) -> A:
+    """A slice attention of the sizes that its class takes first, and the options of a model."""
+    attention = kind(
+        *sizes, variant=options.variant, tile=options.tile, deterministic=options.deterministic
     )
+    attention.keep_weights = options.keep_weights
+    return attention
 
 
 def _mlp_plus(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add: Tensor) -> Tensor:
@@ -321,9 +325,7 @@ def _mlp_plus(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add: Te
     return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2) + add
 
 
-def _rest_of_block(
-    x: Tensor, attended: Tensor, *parameters: Tensor
-) -> tuple[Tensor | None, Tensor]:
+def _rest_of_block(x: Tensor, out: Tensor, *parameters: Tensor) -> tuple[Tensor | None, Tensor]:
     """A block after its attention `out`, up to its last linear layer: residual, layer input."""
     norm, bias, w, b = parameters[:4]
     width = x.shape[-1:]

@@ -17,22 +17,10 @@ from torch import Tensor, nn
 from meshshard.tensor.rules.reductions import wide
 
 __all__ = [
-    "HeadTemperature",
-    "Noise",
-    "RowTemperature",
-    "SliceLayer",
-    "Stage",
-    "attend",
-    "attention",
-    "by_heads",
-    "deslice",
-    "dot_product_attention",
-    "mix",
-    "mixed_attention",
-    "normalize",
-    "slice_means",
-    "slice_sums",
-]
+    "HeadTemperature", "Noise", "RowTemperature", "SliceLayer", "Stage", "attend", "attention",
+    "by_heads", "deslice", "dot_product_attention", "mix", "mixed_attention", "normalize",
+    "slice_means", "slice_sums",
+]  # fmt: skip
 
 Noise = Callable[[slice], Tensor]  # rows to what is added to their logits, (B, n, H, G)
 Projections = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]  # to q, k, v

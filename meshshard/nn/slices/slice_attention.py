@@ -12,36 +12,15 @@ from torch import Tensor, nn
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.nn._unmodified import is_unmodified
+from meshshard.nn.slices import _math
 from meshshard.nn.slices._forward import apply_layer
-from meshshard.nn.slices._math import (
-    HeadTemperature,
-    Noise,
-    RowTemperature,
-    SliceLayer,
-    Stage,
-    attend,
-    attention,
-    deslice,
-    dot_product_attention,
-    mix,
-    mixed_attention,
-    normalize,
-    slice_means,
-)
+from meshshard.nn.slices._math import HeadTemperature, Noise, RowTemperature, SliceLayer, Stage
 from meshshard.nn.slices._tiles import SliceSums, Tiling
 from meshshard.tensor import Sharding, ShardTensor
 from meshshard.tensor.rules.random import hash_uniform
 from meshshard.tensor.shard_tensor import refuse, uncompiled, wrap
 
-__all__ = [
-    "VARIANTS",
-    "CrossSliceAttention",
-    "SliceAttention",
-    "default_tile",
-    "like_input",
-    "local_batch",
-    "local_heads",
-]
+__all__ = ["CrossSliceAttention", "SliceAttention"]
 
 VARIANTS = {"v1": 1e-5, "plus": 1e-5, "physicsnemo": 1e-2}  # added to the weight of a slice
 WEIGHTS = 2**18  # weights in a tile: 1 MiB, which stays in the cache; benchmarks/slices.py
@@ -161,12 +140,12 @@ class SliceAttention(nn.Module):
         sums = SliceSums(replace(self.tiling(sharding), tile=0))
         for shard, part in sums.tiling.tiles():
             sums.add(shard, w[:, :, part], f[:, :, part])
-        s = slice_means(sums.total(), VARIANTS[self.variant], rows.dtype)
-        return self.to_out(like_input(deslice(w, self._attend_by_modules(s, context)), x))  # type: ignore[no-any-return]
+        s = _math.slice_means(sums.total(), VARIANTS[self.variant], rows.dtype)
+        return self.to_out(like_input(_math.deslice(w, self._attend_by_modules(s, context)), x))  # type: ignore[no-any-return]
 
     def _attend_by_modules(self, s: Tensor, context: Tensor | None) -> Tensor:
         """Answers of the slices, with a call of each module."""
-        return attend(s, (self.to_q, self.to_k, self.to_v), context)
+        return _math.attend(s, (self.to_q, self.to_k, self.to_v), context)
 
     def tiling(self, sharding: Sharding) -> Tiling:
         """How rows of this sharding are processed."""
@@ -206,7 +185,7 @@ class SliceAttention(nn.Module):
             weight = (weight.view(self.heads, -1) / T).view_as(weight)
             bias = (bias.view(self.heads, -1) / T).view(-1)
         return SliceLayer(
-            normalize(norm),
+            _math.normalize(norm),
             Stage(F.linear, (weight, bias)),
             self._slice_stage(noise),
             self._attention_stage(context),
@@ -218,7 +197,7 @@ class SliceAttention(nn.Module):
 
     def _attention_stage(self, context: Tensor | None) -> Stage:
         own = (self.to_q.weight, self.to_k.weight, self.to_v.weight)
-        return Stage(attention, own if context is None else (*own, context))
+        return Stage(_math.attention, own if context is None else (*own, context))
 
     def _temperature(self) -> Tensor:
         T = self.temperature.view(self.heads, 1)
@@ -280,14 +259,14 @@ class CrossSliceAttention(SliceAttention):
             return super()._attention_stage(None)
         own = (self.to_q.weight, self.to_k.weight, self.to_v.weight)
         cross = [p for m in (self.cross_q, self.cross_k, self.cross_v) for p in m.parameters()]
-        return Stage(mixed_attention, (*own, *cross, self.state_mixing, context))
+        return Stage(_math.mixed_attention, (*own, *cross, self.state_mixing, context))
 
     def _attend_by_modules(self, s: Tensor, context: Tensor | None) -> Tensor:
         own = super()._attend_by_modules(s, None)
         if context is None:
             return own
         q, k, v = self.cross_q(s), self.cross_k(context), self.cross_v(context)
-        return mix(own, dot_product_attention(q, k, v), self.state_mixing)
+        return _math.mix(own, _math.dot_product_attention(q, k, v), self.state_mixing)
 
 
 def local_heads(a: Tensor, x: Tensor) -> Tensor:
