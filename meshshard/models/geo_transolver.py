@@ -33,9 +33,10 @@ __all__ = ["GeoOptions", "GeoTransolver"]
 
 @dataclass(frozen=True)
 class GeoOptions(TransolverOptions):
-    """Options of a `GeoTransolver` apart from its sizes; the others as in `TransolverOptions`.
+    """Options of a `GeoTransolver` apart from its sizes.
 
     Attributes:
+        mlp_ratio, variant, tile, keep_weights, deterministic: as in `TransolverOptions`.
         slices: number of slices G in each head.
         radii: radii of the balls in which a row sees the geometry, in the units of the positions.
         neighbors: for each radius, the number of nearest points of the geometry in the ball.

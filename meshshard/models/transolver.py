@@ -293,8 +293,8 @@ class Block(nn.Module):
         if not _is_unmodified(self):
             return self._forward_by_modules(x, context)
         rows, sharding = local_batch(x, self.Attn.dim)
-        layer = self.layer(self.Attn.noise(rows, sharding), context)
-        return like_input(apply_layer(layer, self.Attn.tiling(sharding), rows), x)
+        layer = self.layer(self.Attn._noise(rows, sharding), context)
+        return like_input(apply_layer(layer, self.Attn._tiling(sharding), rows), x)
 
     def layer(self, noise: Noise | None, context: Tensor | None) -> SliceLayer:
         """The block as pure functions of rows."""
@@ -303,7 +303,7 @@ class Block(nn.Module):
         rest = Stage(_rest_of_block, tuple(p for module in inner for p in module.parameters()))
         last = self.mlp2 if self.last else self.mlp.linear_post
         end = Stage(F.linear, tuple(last.parameters()))
-        return self.Attn.layer(noise, context, self.ln_1, rest, end)
+        return self.Attn._layer(noise, context, self.ln_1, rest, end)
 
     def _forward_by_modules(self, x: Tensor, context: Tensor | None) -> Tensor:
         x = x + self.Attn(self.ln_1(x), context)

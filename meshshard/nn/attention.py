@@ -51,7 +51,14 @@ class Bottleneck(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Any) -> Any:
-        """Map (…, n, width) to the same shape, sharded by rows like x, or plain."""
+        """Attention of all rows to all rows.
+
+        Args:
+            x: (…, n, width), sharded by rows or plain.
+
+        Returns:
+            (…, n, width), sharded or plain like x.
+        """
         keys, values = (
             layer(x).unflatten(-1, (self.heads, -1)).transpose(-3, -2)
             for layer in (self.keys, self.values)

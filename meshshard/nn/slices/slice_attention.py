@@ -120,8 +120,8 @@ class SliceAttention(nn.Module):
         if not is_unmodified(self):
             return self._forward_by_modules(x, context)
         rows, sharding = local_batch(x, self.dim)
-        layer = self.layer(self.noise(rows, sharding), context)
-        return like_input(apply_layer(layer, self.tiling(sharding), rows), x)
+        layer = self._layer(self._noise(rows, sharding), context)
+        return like_input(apply_layer(layer, self._tiling(sharding), rows), x)
 
     def _forward_by_modules(self, x: Tensor, context: Tensor | None) -> Tensor:
         """The same with a call of each inner module, on all rows at once."""
@@ -130,28 +130,28 @@ class SliceAttention(nn.Module):
         logits = self.in_project_slice(m)
         if self.variant == "plus":
             T = (self.proj_temperature(m) + self.bias.view(-1, 1)).clamp(min=0.01)
-            noise, values = self.noise(rows, sharding), m
+            noise, values = self._noise(rows, sharding), m
             if noise is not None:
                 every = noise(slice(0, rows.shape[1]))
                 logits = logits + like_input(every[0] if x.ndim == 2 else every, x)
         else:
             T, values = self._temperature(), self.in_project_fx(x).unflatten(-1, (self.heads, -1))
         w, f = (local_heads(a, x) for a in ((logits / T).softmax(-1), values))
-        sums = SliceSums(replace(self.tiling(sharding), tile=0))
+        sums = SliceSums(replace(self._tiling(sharding), tile=0))
         for shard, part in sums.tiling.tiles():
             sums.add(shard, w[:, :, part], f[:, :, part])
         s = _math.slice_means(sums.total(), VARIANTS[self.variant], rows.dtype)
         return self.to_out(like_input(_math.deslice(w, self._attend_by_modules(s, context)), x))  # type: ignore[no-any-return]
 
     def _attend_by_modules(self, s: Tensor, context: Tensor | None) -> Tensor:
-        """Answers of the slices, with a call of each module."""
+        """Attention among the slices, with a call of each module."""
         return _math.attend(s, (self.to_q, self.to_k, self.to_v), context)
 
-    def tiling(self, sharding: Sharding) -> Tiling:
+    def _tiling(self, sharding: Sharding) -> Tiling:
         """How rows of this sharding are processed."""
         return Tiling.of(sharding, self.tile, self.keep_weights, self.deterministic)
 
-    def noise(self, rows: Tensor, sharding: Sharding) -> Noise | None:
+    def _noise(self, rows: Tensor, sharding: Sharding) -> Noise | None:
         """One draw of Gumbel noise for the logits, computed where it is used; None in evaluation.
 
         Keyed by the row in the source, so it does not depend on the partition.
@@ -163,13 +163,13 @@ class SliceAttention(nn.Module):
         shape = len(rows), self.heads, self.slices
         counters = torch.arange(math.prod(shape), device=rows.device).view(shape)[:, None]
 
-        def _noise(at: slice) -> Tensor:
+        def _draw(at: slice) -> Tensor:
             u = hash_uniform(seed, keys[:, at], counters)
             return -torch.log(-torch.log(u + 1e-8) + 1e-8).to(rows.dtype)
 
-        return _noise
+        return _draw
 
-    def layer(
+    def _layer(
         self,
         noise: Noise | None = None,
         context: Tensor | None = None,
