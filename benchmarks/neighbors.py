@@ -190,17 +190,17 @@ def _candidates(kind: str, n: int, order: Any, sizes: Any) -> tuple[int, int, in
     search: Any = _search
     x, _ = _sharded(kind, n, "", order, sizes)
     seen = []
-    fetch = search.fetch
+    fetch = search.fetch_candidates
 
     def watched(*given: Any) -> Any:
         seen.append(fetch(*given))
         return seen[0]
 
-    search.fetch = watched
+    search.fetch_candidates = watched
     with count_traffic(x.sharding.domain) as traffic:
         graph = nn.knn_graph(x, NEIGHBORS)
     sent = traffic.total().bytes
-    return len(seen[0].rows.ids), len(seen[0].places), len(graph.halo), sent
+    return len(seen[0].rows.ids), len(seen[0].queries), len(graph.halo), sent
 
 
 SECTIONS: dict[str, Callable[[int, int], Tables]] = {

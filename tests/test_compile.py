@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from meshshard.comm import DomainError, Exchange, init_domain
 from meshshard.comm.domain import count_traffic
 from meshshard.models import Transolver, TransolverOptions
-from meshshard.nn.slices import _layer
+from meshshard.nn.slices import _tiles
 from meshshard.tensor import ShardTensor, shard
 
 MESHES = 10
@@ -165,7 +165,7 @@ def test_a_compiled_model_on_a_sharded_tensor(ranks, size, how):
 
 def tiles_job():
     """A Transolver whose rows go through tiles, compiled, given a ShardTensor."""
-    _layer.FEW = 0
+    _tiles.FEW = 0
     domain = init_domain()
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""DGCNN: a graph that is new at each layer; sharded and serial alike, gradients and training."""
+"""DGCNN: a new graph in each layer; sharded equals serial in outputs, gradients and training."""
 
 import copy
 
@@ -21,7 +21,7 @@ def model_and_points(norm, seed=0):
     torch.manual_seed(seed)
     model = DGCNN(5, 2, k=6, hidden=8, layers=3, norm=norm).double()
     x = torch.randn(60, 5, dtype=torch.float64)
-    x[7] = x[50]  # points at one place
+    x[7] = x[50]  # coincident points
     return model, x, torch.randn(60, 2, dtype=torch.float64)
 
 
@@ -50,7 +50,7 @@ def gradient_job(norm):
 
 @pytest.mark.parametrize("norm", ["batch", "layer", None])
 @pytest.mark.parametrize("size", SIZES)
-def test_sharded_is_serial(ranks, size, norm):
+def test_sharded_equals_serial(ranks, size, norm):
     if size == 1:
         gradient_job(norm)
     else:
@@ -58,7 +58,7 @@ def test_sharded_is_serial(ranks, size, norm):
 
 
 def training_job():
-    """Losses of 20 steps under DDP, and of the whole."""
+    """Compare 20 training steps under DDP with one rank; the last loss."""
     domain = init_domain()
     model, whole, y = model_and_points("batch")
     serial = copy.deepcopy(model)
@@ -75,13 +75,13 @@ def training_job():
     return float(losses[0])
 
 
-def test_training_takes_the_same_way(ranks):
+def test_training_under_ddp_equals_serial(ranks):
     losses = ranks[3].run(training_job)
     assert len(set(losses)) == 1
     assert losses[0] < 1.2
 
 
-def test_edge_convolution_is_that_of_pyg_with_ties():
+def test_edge_convolution_equals_pyg_including_ties():
     from torch_geometric.nn import EdgeConv
 
     torch.manual_seed(1)
@@ -108,14 +108,16 @@ def positions_job():
     got = model(shard(whole, domain, sharding), shard(pos, domain, sharding))
     torch.testing.assert_close(got.gather(), model(whole, pos), rtol=1e-12, atol=1e-13)
     with count_traffic(domain) as traffic:
-        got.sum().backward()  # one all-reduce there, one back
+        got.sum().backward()
     return {kind: count.calls for kind, count in traffic.counts.items()}
 
 
-def test_neighbors_in_space_and_what_is_sent_back(ranks):
+def test_neighbors_by_position_and_collectives_of_backward(ranks):
     assert ranks[2].run(positions_job)[0] == {"accumulate": 2, "all_reduce": 2}
 
 
-def test_a_norm_that_is_not_there_is_refused():
-    with pytest.raises(MeshshardError, match="norm 'group' is unknown: batch, layer or None"):
+def test_an_unknown_norm_is_refused():
+    with pytest.raises(
+        MeshshardError, match="norm 'group' is unknown; choose one of batch, layer, None"
+    ):
         DGCNN(3, 1, norm="group")

@@ -1,4 +1,4 @@
-"""GeoTransolver: its parts by hand, and on shards as on the whole (laws 1, 3, 6)."""
+"""GeoTransolver: its parts against formulas, and sharded against serial (laws 1, 3, 6)."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.models import GeoOptions, GeoTransolver
 from meshshard.models.geo_transolver import SliceTokens
-from meshshard.nn.slices import _layer
+from meshshard.nn.slices import _tiles
 from meshshard.tensor import Sharding, ShardTensor
 
 N, M = 60, 45
@@ -17,6 +17,7 @@ SIZES = {2: ((40, 20), (0, 45)), 3: ((25, 0, 35), (20, 20, 5)), 4: ((15, 15, 0, 
 
 
 def far(got, want):
+    """Largest difference, relative to the largest expected number."""
     return ((got - want).abs().max() / want.abs().max().clamp_min(1e-3)).item()
 
 
@@ -37,13 +38,13 @@ def small():
 
 
 def sharded(x, domain, sizes, origin):
-    """Own rows of a tensor whose rows were put in another order."""
+    """The rows of this rank of a tensor whose rows were permuted."""
     first = sum(sizes[: domain.rank])
     rows = origin[first : first + sizes[domain.rank]]
     return ShardTensor.from_local(x[rows].requires_grad_(), Sharding(domain, sizes, rows))
 
 
-def found(model, given, domain, orders):
+def results(model, given, domain, orders):
     model.zero_grad()
     given = [x.detach().requires_grad_() for x in given]
     y = model(*given, numbers(3, 2))
@@ -57,14 +58,14 @@ def found(model, given, domain, orders):
 
 
 def shards_job(sizes, few):
-    _layer.FEW = few
+    _tiles.FEW = few
     domain, model = init_domain(), small()
     given = numbers(N, 4), numbers(N, 3), numbers(M, 6)
     same = torch.arange(N), torch.arange(M)
-    want = found(model, given, Domain(), (same[0], same[0], same[0], same[1]))
+    want = results(model, given, Domain(), (same[0], same[0], same[0], same[1]))
     order = [torch.from_numpy(np.random.default_rng(n).permutation(n)) for n in (N, M)]
     mine = [sharded(x, domain, sizes[i], order[i]) for x, i in zip(given, (0, 0, 1), strict=True)]
-    got = found(model, mine, domain, (order[0], order[0], order[0], order[1]))
+    got = results(model, mine, domain, (order[0], order[0], order[0], order[1]))
     graphs = model.balls_of(*mine[1:])
     with count_traffic(domain) as forward:
         again = model(*mine, numbers(3, 2), graphs).detach().gather()
@@ -73,16 +74,16 @@ def shards_job(sizes, few):
     return max(map(far, [*got, back], [*want, want[0]])), sums
 
 
-@pytest.mark.parametrize("few", [1000, 0], ids=["ordinary", "tiled"])
+@pytest.mark.parametrize("few", [1000, 0], ids=["recorded", "tiled"])
 @pytest.mark.parametrize("size", SIZES)
-def test_shards_equal_the_whole(ranks, size, few):
-    for apart, sums in ranks[size].run(shards_job, SIZES[size], few):
-        assert apart < 1e-10
-        assert sums == 2 + 1 + 2  # radii, geometry, blocks; not the tokens of the sample
+def test_sharded_equals_serial(ranks, size, few):
+    for error, sums in ranks[size].run(shards_job, SIZES[size], few):
+        assert error < 1e-10
+        assert sums == 2 + 1 + 2  # radii, geometry, blocks; none for the context tokens
 
 
-def test_a_ball_is_what_it_should_be():
-    """The nearest points, relative to the row and the radius, empty room zero."""
+def test_features_of_a_ball_equal_the_formula():
+    """The nearest points relative to the row, divided by the radius, padded with zeros."""
     model, pos, geometry = small(), numbers(N, 3), numbers(M, 6)
     graphs = model.balls_of(pos, geometry)
     got = model._local(0, graphs[0], pos, geometry)
@@ -95,18 +96,18 @@ def test_a_ball_is_what_it_should_be():
         assert far(got[row], torch.tanh(model.balls[0](seen.flatten()))) < 1e-12
 
 
-def test_the_geometry_matters():
+def test_output_depends_on_geometry_and_context():
     model, x, pos, geometry = small(), numbers(N, 4), numbers(N, 3), numbers(M, 6)
     y = model(x, pos, geometry, numbers(3, 2))
     assert far(model(x, pos, geometry * 0.9, numbers(3, 2)), y) > 1e-3
     assert far(model(x, pos, geometry, numbers(3, 2) * 2), y) > 1e-4
-    with pytest.raises(MeshshardError, match="built for tokens 2 wide"):
+    with pytest.raises(MeshshardError, match="built for context tokens of width 2"):
         model(x, pos, geometry)
 
 
-def test_replaced_modules_are_heeded(monkeypatch):
-    """A hook that changes nothing leads through the modules; one that does, changes the output."""
-    monkeypatch.setattr(_layer, "FEW", 0)
+def test_hooked_modules_are_called(monkeypatch):
+    """A hook that changes nothing keeps the output; a hook that doubles a value changes it."""
+    monkeypatch.setattr(_tiles, "FEW", 0)
     model, given = small(), (numbers(N, 4), numbers(N, 3), numbers(M, 6), numbers(3, 2))
     want = model(*given)
     found = [m for m in model.modules() if isinstance(m, SliceTokens)]
@@ -120,8 +121,8 @@ def test_replaced_modules_are_heeded(monkeypatch):
         hook.remove()
 
 
-def test_kept_weights_are_kept_and_change_nothing(monkeypatch):
-    monkeypatch.setattr(_layer, "FEW", 8)
+def test_kept_weights_do_not_change_results(monkeypatch):
+    monkeypatch.setattr(_tiles, "FEW", 8)
     found = []
     for keep in (False, True):
         torch.manual_seed(0)
@@ -135,7 +136,7 @@ def test_kept_weights_are_kept_and_change_nothing(monkeypatch):
         torch.testing.assert_close(got, wanted)
 
 
-def test_a_context_that_is_not_expected_is_told_so():
+def test_an_unexpected_context_is_refused():
     x = torch.rand(5, 3)
-    with pytest.raises(MeshshardError, match="the model was built for no tokens"):
+    with pytest.raises(MeshshardError, match="the model was built for no context"):
         GeoTransolver(3, 1, hidden=16, heads=2, layers=1)(x, x, x, torch.rand(2, 3))

@@ -1,4 +1,4 @@
-"""Neighbors of sharded points: those of one search over all points, ties and all."""
+"""Neighbors of sharded points: equal to one search over all points, including ties."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from meshshard.comm import Domain, DomainError, init_domain
 from meshshard.comm.domain import count_traffic
 from meshshard.graph import knn_graph, radius_graph
 from meshshard.nn.points import _search
-from meshshard.nn.points._scan import dimension
+from meshshard.nn.points._scan import intrinsic_dimension
 from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard
 from meshshard.tensor.shard_tensor import MeshshardError
 
@@ -22,48 +22,48 @@ laws = settings(max_examples=8, suppress_health_check=list(HealthCheck))
 
 
 def on(ranks, size, job, *given_):
-    """What a job returns on every rank; on one rank it runs here."""
+    """Results of a job on every rank; a job on one rank runs in this process."""
     return [job(*given_)] if size == 1 else ranks[size].run(job, *given_)
 
 
-def by_distance(x, y, names, own):
-    """Rows of x for every row of y, by squared distance, then name; and these distances."""
+def by_distance(x, y, keys, own):
+    """Rows of x for every row of y, by squared distance, then key; and these distances."""
     squares = np.zeros((len(y), len(x)))
     for axis in range(x.shape[1]):
         squares += (y[:, axis, None] - x[None, :, axis]) ** 2
     if own:
         squares[np.arange(len(y)), np.arange(len(y))] = np.inf
-    order = np.lexsort((np.broadcast_to(names, squares.shape), squares), axis=1)
+    order = np.lexsort((np.broadcast_to(keys, squares.shape), squares), axis=1)
     return order, np.take_along_axis(squares, order, 1)
 
 
-def wanted(x, y, names, own=False, k=None, r=1e9):
-    order, squares = by_distance(x, y, names, own)
+def wanted(x, y, keys, own=False, k=None, r=1e9):
+    order, squares = by_distance(x, y, keys, own)
     return [o[d <= r * r][:k].tolist() for o, d in zip(order, squares, strict=True)]
 
 
 def rows(graph):
-    """Ids of the sources of every own row."""
+    """Ids of the sources of every row of this rank."""
     own = torch.arange(graph.sources.own) + graph.sources.first
     ids = torch.cat([own, graph.halo])[graph.indices].tolist()
     ends = graph.indptr.tolist()
     return [ids[a:b] for a, b in pairwise(ends)]
 
 
-def divided(rng, n, parts):
-    """Random sizes, empty ones among them."""
+def random_sizes(rng, n, parts):
+    """Random sizes that sum to n; some may be 0."""
     return np.diff([0, *np.sort(rng.integers(0, n + 1, parts - 1)), n]).tolist()
 
 
-def placed(points, domain, rng, named):
-    """Rows of all, sharded at random, and the names of all rows."""
-    sharding = Sharding(domain, divided(rng, len(points), domain.size))
-    names = np.arange(len(points))
-    if named:
-        names = rng.permutation(len(points))
-        own = names[sharding.first : sharding.first + sharding.own]
+def random_shards(points, domain, rng, permuted):
+    """Points sharded at random, and the row in the source of each."""
+    sharding = Sharding(domain, random_sizes(rng, len(points), domain.size))
+    keys = np.arange(len(points))
+    if permuted:
+        keys = rng.permutation(len(points))
+        own = keys[sharding.first : sharding.first + sharding.own]
         sharding.origin = torch.from_numpy(own.copy())
-    return shard(torch.from_numpy(points), domain, sharding), names
+    return shard(torch.from_numpy(points), domain, sharding), keys
 
 
 def clouds(rng, lattice):
@@ -78,18 +78,18 @@ def clouds(rng, lattice):
 def law_job(seed, lattice, scan):
     domain, rng = init_domain(), np.random.default_rng(seed)
     _search.TREE_DIMS = 0 if scan else 8
-    points, places = clouds(rng, lattice)
-    x, names = placed(points, domain, rng, rng.random() < 0.5)
-    y, _ = placed(places, domain, rng, named=False)
+    points, queries = clouds(rng, lattice)
+    x, keys = random_shards(points, domain, rng, rng.random() < 0.5)
+    y, _ = random_shards(queries, domain, rng, permuted=False)
     k, r = int(rng.integers(1, 30)), float(rng.choice([0.0, 1.0, 1.5, 2.0]))
     cases = [
-        (ms_nn.knn_graph(x, k), wanted(points, points, names, own=True, k=k), x),
-        (ms_nn.knn_graph(x, k, loop=True), wanted(points, points, names, k=k), x),
-        (ms_nn.knn(x, y, k), wanted(points, places, names, k=k), y),
-        (ms_nn.radius_graph(x, r), wanted(points, points, names, own=True, r=r), x),
-        (ms_nn.radius_graph(x, r, k), wanted(points, points, names, own=True, k=k, r=r), x),
-        (ms_nn.ball_query(x, y, r), wanted(points, places, names, r=r), y),
-        (ms_nn.ball_query(x, y, r, k), wanted(points, places, names, k=k, r=r), y),
+        (ms_nn.knn_graph(x, k), wanted(points, points, keys, own=True, k=k), x),
+        (ms_nn.knn_graph(x, k, loop=True), wanted(points, points, keys, k=k), x),
+        (ms_nn.knn(x, y, k), wanted(points, queries, keys, k=k), y),
+        (ms_nn.radius_graph(x, r), wanted(points, points, keys, own=True, r=r), x),
+        (ms_nn.radius_graph(x, r, k), wanted(points, points, keys, own=True, k=k, r=r), x),
+        (ms_nn.ball_query(x, y, r), wanted(points, queries, keys, r=r), y),
+        (ms_nn.ball_query(x, y, r, k), wanted(points, queries, keys, k=k, r=r), y),
     ]
     _search.TREE_DIMS = 8
     for graph, want, to in cases:
@@ -103,12 +103,12 @@ def law_job(seed, lattice, scan):
 @pytest.mark.parametrize("size", SIZES)
 @laws
 @given(seed=st.integers(0, 2**32 - 1), lattice=st.booleans())
-def test_neighbors_are_those_of_one_search_over_all_points(ranks, size, scan, seed, lattice):
+def test_neighbors_equal_one_search_over_all_points(ranks, size, scan, seed, lattice):
     on(ranks, size, law_job, seed, lattice, scan)
 
 
 def many_job(kind):
-    """More points, divided along a curve: most of them need no other rank."""
+    """Points sorted along an axis, so most neighbors are on the same rank; bytes sent, halo."""
     domain, rng = init_domain(), np.random.default_rng(2)
     points = rng.random((6000, 3))
     if kind == "surface":
@@ -118,7 +118,7 @@ def many_job(kind):
         points[:, 0] = 1e-4 * 1e4 ** points[:, 0]
     points = points[np.argsort(points[:, 1])]
     whole = knn_graph(points, 9)
-    x = shard(torch.from_numpy(points), domain, divided(rng, 6000, domain.size))
+    x = shard(torch.from_numpy(points), domain, random_sizes(rng, 6000, domain.size))
     with count_traffic(domain) as traffic:
         graph = ms_nn.knn_graph(x, 9)
     own = slice(x.sharding.first, x.sharding.first + x.sharding.own)
@@ -133,18 +133,18 @@ def many_job(kind):
 
 @pytest.mark.parametrize("kind", ["surface", "volume", "graded"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_few_points_are_sent(ranks, size, kind):
+def test_bytes_sent_are_bounded_by_the_halo(ranks, size, kind):
     found = ranks[size].run(many_job, kind)
     sent, halo = (sum(column) for column in zip(*found, strict=True))
-    assert sent < 3 * halo * (5 + 1 + 4) * 8  # points, ids of the halo, small cells
+    assert sent < 3 * halo * (5 + 1 + 4) * 8  # points, ids of the halo, range queries
 
 
-def names_job(k):
-    """Edges by rows in the source; the same however the points are numbered and divided."""
+def source_rows_job(k):
+    """Edges by rows in the source, for another numbering and sharding on each number of ranks."""
     domain, rng = init_domain(), np.random.default_rng(7)
     points = rng.integers(0, 4, (80, 2)).astype(float)
     order = np.random.default_rng(domain.size).permutation(80)
-    sharding = Sharding(domain, divided(rng, 80, domain.size))
+    sharding = Sharding(domain, random_sizes(rng, 80, domain.size))
     own = order[sharding.first : sharding.first + sharding.own]
     sharding.origin = torch.from_numpy(own.copy())
     x = ShardTensor.from_local(torch.from_numpy(points[own]), sharding)
@@ -154,34 +154,38 @@ def names_job(k):
     return {int(o): origins[ends[i] : ends[i + 1]] for i, o in enumerate(own)}
 
 
-def test_ties_go_by_the_row_in_the_source(ranks):
-    want = names_job(5)
+def test_ties_are_broken_by_the_row_in_the_source(ranks):
+    want = source_rows_job(5)
     for size in SIZES[1:]:
-        parts = ranks[size].run(names_job, 5)
+        parts = ranks[size].run(source_rows_job, 5)
         assert {row: edges for part in parts for row, edges in part.items()} == want
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(13, 40))
 @settings(max_examples=10)
-def test_features_of_many_coordinates(seed, dims):
+def test_neighbors_in_many_dimensions(seed, dims):
     rng = np.random.default_rng(seed)
     x = rng.integers(0, 2, (50, dims)) * rng.choice([1.0, 1e-8], (50, 1))
     graph = ms_nn.knn_graph(torch.from_numpy(x), 6)
     assert rows(graph) == wanted(x, x, np.arange(50), own=True, k=6)
 
 
-def test_features_on_a_thin_sheet_are_searched_by_a_tree():
+def test_features_of_low_intrinsic_dimension_are_searched_by_a_tree():
     flat = torch.rand(600, 3, dtype=torch.float64)
     features = torch.relu(flat @ torch.randn(3, 40, dtype=torch.float64))
-    assert dimension(features) < 8 < dimension(torch.randn(600, 40, dtype=torch.float64))
+    assert (
+        intrinsic_dimension(features)
+        < 8
+        < intrinsic_dimension(torch.randn(600, 40, dtype=torch.float64))
+    )
     for x in (features, torch.randn(200, 40, dtype=torch.float64)):
         whole = x.numpy()
         want = wanted(whole, whole, np.arange(len(x)), own=True, k=5)
         assert rows(ms_nn.knn_graph(x, 5)) == want
-    assert dimension(torch.zeros(50, 40, dtype=torch.float64)) == 40
+    assert intrinsic_dimension(torch.zeros(50, 40, dtype=torch.float64)) == 40
 
 
-def test_many_points_at_one_place_take_the_lowest_rows():
+def test_of_many_coincident_points_the_lowest_rows_are_neighbors():
     points = torch.zeros(5000, 3)
     points[-1] = 1
     graph = ms_nn.knn_graph(points, 3)
@@ -189,7 +193,7 @@ def test_many_points_at_one_place_take_the_lowest_rows():
     assert rows(ms_nn.knn(points, points[-2:], 3)) == [[0, 1, 2], [4999, 0, 1]]
 
 
-def wrong_job():
+def refused_job():
     domain = init_domain()
     x = torch.zeros(4, 3)
     if domain.rank == 1:
@@ -203,46 +207,46 @@ def wrong_job():
         message = f"radius_graph: {count} edges, at most {count - 1} are allowed"
         with pytest.raises(DomainError, match=message):
             ms_nn.radius_graph(fine, 1.0, most, count - 1)
-    with pytest.raises(MeshshardError, match="two domains meet"):
+    with pytest.raises(MeshshardError, match="sharded over different domains"):
         ms_nn.knn(fine, torch.zeros(4, 3), 2)
-    with pytest.raises(MeshshardError, match="3 coordinates meet 2"):
+    with pytest.raises(MeshshardError, match="x has 3 coordinates, y has 2"):
         ms_nn.knn(fine, fine[:, :2], 2)
-    with pytest.raises(MeshshardError, match="7 neighbors do not fit into a width of 2"):
+    with pytest.raises(MeshshardError, match="a row has 7 neighbors, more than the width of 2"):
         ms_nn.grouped(fine, ms_nn.radius_graph(fine, 1.0), 2)
 
 
-def test_errors_come_on_every_rank(ranks):
-    ranks[2].run(wrong_job)
+def test_errors_are_raised_on_every_rank(ranks):
+    ranks[2].run(refused_job)
 
 
-def test_wrong_arguments_are_named(monkeypatch):
+def test_invalid_arguments_are_refused(monkeypatch):
     x = torch.zeros(4, 3)
     with pytest.raises(MeshshardError, match="0 neighbors"):
         ms_nn.knn_graph(x, 0)
-    with pytest.raises(MeshshardError, match=r"2\.5 neighbors; take a whole number"):
+    with pytest.raises(MeshshardError, match=r"2\.5 neighbors; take an integer"):
         ms_nn.knn_graph(x, 2.5)
     with pytest.raises(MeshshardError, match="radius of -1"):
         ms_nn.radius_graph(x, -1)
-    with pytest.raises(MeshshardError, match="positions are not numpy"):
+    with pytest.raises(MeshshardError, match="positions must be a tensor, not numpy"):
         ms_nn.knn_graph(np.zeros((4, 3)), 1)
-    with pytest.raises(MeshshardError, match=r"positions are \(n, d\), not \(4,\)"):
+    with pytest.raises(MeshshardError, match=r"positions must be \(n, d\), not \(4,\)"):
         ms_nn.knn_graph(x[:, 0], 1)
     across = shard(x, Domain(), [3], dim=1)
     with pytest.raises(NoShardRule, match="sharded along their rows"):
         ms_nn.knn_graph(across, 1)
-    monkeypatch.setattr(_search, "_free", lambda device: 100)
-    with pytest.raises(DomainError, match="12 of them on rank 0, need 576 bytes there and 100"):
+    monkeypatch.setattr(_search, "_free_memory", lambda device: 100)
+    with pytest.raises(DomainError, match="12 of them on rank 0, need 576 bytes there, but 100"):
         ms_nn.radius_graph(x, 1.0)
 
 
 def vectors_job(seed):
-    """Gradients of edge lengths of an old and a bipartite graph, against the whole."""
+    """Gradients of edge lengths in a kNN and a bipartite graph, against one rank."""
     domain, rng = init_domain(), np.random.default_rng(seed)
-    points, places = rng.random((40, 3)), rng.random((25, 3))
-    x, _ = placed(points, domain, rng, named=True)
-    y, _ = placed(places, domain, rng, named=False)
+    points, queries = rng.random((40, 3)), rng.random((25, 3))
+    x, _ = random_shards(points, domain, rng, permuted=True)
+    y, _ = random_shards(queries, domain, rng, permuted=False)
     x.requires_grad_(), y.requires_grad_()
-    a, b = torch.from_numpy(points).requires_grad_(), torch.from_numpy(places).requires_grad_()
+    a, b = torch.from_numpy(points).requires_grad_(), torch.from_numpy(queries).requires_grad_()
     got = ms_nn.edge_vectors(x, ms_nn.knn_graph(x, 5)).norm(dim=1).square().sum()
     got = got + ms_nn.edge_vectors(x, ms_nn.knn(x, y, 4), y).norm(dim=1).sum()
     want = ms_nn.edge_vectors(a, ms_nn.knn_graph(a, 5)).norm(dim=1).square().sum()
@@ -254,19 +258,19 @@ def vectors_job(seed):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_lengths_of_edges_have_exact_gradients(ranks, size):
+def test_gradients_of_edge_lengths_are_exact(ranks, size):
     on(ranks, size, vectors_job, 3)
 
 
 def grouped_job():
     domain, rng = init_domain(), np.random.default_rng(5)
-    points, places = rng.random((50, 3)), rng.random((20, 3))
-    x, _ = placed(points, domain, rng, named=False)
-    y, _ = placed(places, domain, rng, named=False)
+    points, queries = rng.random((50, 3)), rng.random((20, 3))
+    x, _ = random_shards(points, domain, rng, permuted=False)
+    y, _ = random_shards(queries, domain, rng, permuted=False)
     x.requires_grad_()
     a = torch.from_numpy(points).requires_grad_()
     groups, mask = ms_nn.grouped(x, ms_nn.ball_query(x, y, 0.3, 4), 6)
-    want, where = ms_nn.grouped(a, ms_nn.ball_query(a, torch.from_numpy(places), 0.3, 4), 6)
+    want, where = ms_nn.grouped(a, ms_nn.ball_query(a, torch.from_numpy(queries), 0.3, 4), 6)
     assert groups.shape == (20, 6, 3)
     assert torch.equal(mask.gather(), where)
     assert torch.equal(groups.gather(), want)
@@ -276,7 +280,7 @@ def grouped_job():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_groups_of_a_ball_query(ranks, size):
+def test_grouped_neighbors_of_a_ball_query(ranks, size):
     on(ranks, size, grouped_job)
 
 
@@ -293,30 +297,28 @@ def traffic_job():
     assert traffic.total().calls == 1
 
 
-def test_what_is_sent_is_what_the_docstring_says(ranks):
+def test_collectives_are_those_of_the_docstring(ranks):
     ranks[2].run(traffic_job)
 
 
 def whole_interpolation(x, pos_x, pos_y, k):
-    """PyG's formula, neighbors by looking at all points."""
+    """PyG's formula, with neighbors by brute force."""
     order, _ = by_distance(pos_x.detach().numpy(), pos_y.detach().numpy(), np.arange(len(x)), False)
     near = torch.from_numpy(order[:, :k])
     weights = 1 / (pos_x[near] - pos_y[:, None]).square().sum(-1, keepdim=True).clamp(min=1e-16)
     return (x[near] * weights).sum(1) / weights.sum(1)
 
 
-def interpolation_job(k, places_move):
+def interpolation_job(k, moving):
     domain, rng = init_domain(), np.random.default_rng(8)
     a, b, c = rng.normal(size=(30, 5)), rng.random((30, 2)), rng.random((45, 2))
-    c[:3] = b[4:7]  # places that are points
-    whole = [
-        torch.from_numpy(v).requires_grad_(i == 0 or places_move) for i, v in enumerate((a, b, c))
-    ]
-    x, _ = placed(a, domain, rng, named=False)
+    c[:3] = b[4:7]  # queries that coincide with points
+    whole = [torch.from_numpy(v).requires_grad_(i == 0 or moving) for i, v in enumerate((a, b, c))]
+    x, _ = random_shards(a, domain, rng, permuted=False)
     pos_x = ShardTensor.from_local(
         shard(whole[1].detach(), domain, x.sharding).to_local(), x.sharding
     )
-    pos_y, _ = placed(c, domain, rng, named=False)
+    pos_y, _ = random_shards(c, domain, rng, permuted=False)
     own = [x, pos_x, pos_y]
     [t.requires_grad_(w.requires_grad) for t, w in zip(own, whole, strict=True)]
     got, want = ms_nn.knn_interpolate(*own, k), whole_interpolation(*whole, k)
@@ -328,14 +330,14 @@ def interpolation_job(k, places_move):
             torch.testing.assert_close(t.grad.gather(), w.grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("places_move", [False, True])
+@pytest.mark.parametrize("moving", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_interpolation_has_exact_gradients(ranks, size, places_move):
+def test_interpolation_has_exact_gradients(ranks, size, moving):
     for k in (1, 4, 99):
-        on(ranks, size, interpolation_job, k, places_move)
+        on(ranks, size, interpolation_job, k, moving)
 
 
-def test_interpolation_from_nothing_is_zero():
+def test_interpolation_from_no_points_is_zero():
     out = ms_nn.knn_interpolate(torch.zeros(0, 2), torch.zeros(0, 3), torch.zeros(5, 3))
     assert torch.equal(out, torch.zeros(5, 2))
 
@@ -344,7 +346,7 @@ def test_interpolation_from_nothing_is_zero():
 def test_interpolation_in_half_precision(kind):
     pos = torch.rand(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = pos[:, :2].to(kind)
-    got = ms_nn.knn_interpolate(x, pos, pos[:30])  # each place is a point: weights of 1e16
+    got = ms_nn.knn_interpolate(x, pos, pos[:30])  # each query is a point: weights of 1e16
     assert got.dtype == kind
     assert torch.equal(got, x[:30])
     near = ms_nn.knn_interpolate(x.double(), pos.to(kind), pos[:30].to(kind))

@@ -1,4 +1,4 @@
-"""What layers hold at their fullest, in fresh processes: rows and inputs, nothing of pairs."""
+"""Peak memory of layers in fresh processes: proportional to rows, not to pairs of rows."""
 
 import json
 import os
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process its peak"
+    not Path("/proc/self/clear_refs").exists(),
+    reason="the peak of a process can be reset only on Linux",
 )
 
 MEASURE = """
@@ -29,7 +30,7 @@ def resident(name):
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 def above(call):
-    "Bytes of the peak of a call above what there is before it; the call has run once."
+    "Peak bytes of a call above those before it; the call has run once."
     call()
     open("/proc/self/clear_refs", "w").write("5")
     before = resident("VmRSS")
@@ -40,7 +41,7 @@ def above(call):
 
 
 def peak(code: str) -> list[float]:
-    """Bytes that the calls which `code` lists as `calls` need at once, each above the start."""
+    """Peak bytes of each of `calls`, a list that `code` defines, above those before the call."""
     given = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}  # freed memory goes back
     done = subprocess.run(
         [sys.executable, "-c", f"{MEASURE}{code}\nprint(json.dumps([above(c) for c in calls]))"],
@@ -54,7 +55,7 @@ def peak(code: str) -> list[float]:
     return found
 
 
-def test_slice_attention_keeps_its_input() -> None:
+def test_slice_attention_saves_only_its_input() -> None:
     code = """
 n, C = 40_000, 128
 x = torch.randn(n, C, requires_grad=True)
@@ -66,7 +67,7 @@ calls = [lambda layer=layer: layer(x).sum().backward() for layer in made]
     assert ours < ordinary / 3
 
 
-def test_blocks_keep_their_input() -> None:
+def test_blocks_save_only_their_input() -> None:
     code = """
 n, C = 20_000, 64
 x = torch.randn(n, 3)
@@ -87,7 +88,7 @@ calls = [lambda: models.Transolver(3, 1, C, 2, 8, 32).predict(x)]
     assert found < 1.5 * 40_000 * 128 * 4
 
 
-def test_a_ring_holds_no_pairs() -> None:
+def test_ring_attention_does_not_hold_all_scores() -> None:
     code = """
 n, C, heads = 8_192, 32, 4
 whole = torch.randn(n, C)
@@ -105,7 +106,7 @@ calls = [lambda: comm.simulate(2, step)]
     assert found < 8_192**2 * 4 / 4  # a quarter of one head's scores
 
 
-def test_sums_along_edges_hold_no_row_for_each() -> None:
+def test_sums_along_edges_do_not_hold_a_row_for_each_edge() -> None:
     code = """
 n, C = 30_000, 64
 edges = torch.randint(0, n, (2, 8 * n))

@@ -1,4 +1,4 @@
-"""Pools, choices of points and grids on shards: equal to PyG or to the whole, with gradients."""
+"""Pools, sampling and grids on shards: equal to PyG or to one rank, with gradients."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def draw(*shape, seed=0):
 
 
 def batch():
-    """Samples in no order, one of them empty."""
+    """Sample of each row, unsorted; one sample is empty."""
     return torch.tensor([0, 3, 1, 1, 0, 3, 3, 1, 0, 0, 1, 3, 3, 0])
 
 
@@ -37,7 +37,7 @@ def gated(x, batch=None, size=None):
     return mnn.AttentionPool(gate, values)(x, batch, size)
 
 
-def by_numbers(x, batch=None, size=None):
+def by_columns(x, batch=None, size=None):
     """A softmax for each column."""
     if type(x) is not ShardTensor:
         batch = torch.zeros(N, dtype=torch.long) if batch is None else batch
@@ -50,7 +50,7 @@ POOLS = {
     "mean": (gnn.global_mean_pool, mnn.global_mean_pool),
     "max": (gnn.global_max_pool, mnn.global_max_pool),
     "attention": (gated, gated),
-    "attention of numbers": (by_numbers, by_numbers),
+    "attention by columns": (by_columns, by_columns),
 }
 
 
@@ -68,7 +68,7 @@ def pool_job(name, sizes, with_batch, size, ties):
     got = ours(mine, divided, size)
     assert type(got) is torch.Tensor
     (got * coefficients).sum().backward()
-    if name != "attention":  # whose modules are made of PyG's for plain tensors
+    if name != "attention":  # for plain tensors this is PyG's module
         alone = ours(x.detach(), samples, size)
         assert far(alone, out.detach()) <= TOLERANCE
     return far(got.detach(), out.detach()), far(mine.grad.gather(), wanted)
@@ -128,16 +128,16 @@ def test_communication(ranks):
         assert {k: calls[k] for k in wanted} == wanted
 
 
-def test_a_batch_of_other_rows_is_refused():
+def test_mismatched_batch_or_heads_are_refused():
     with pytest.raises(MeshshardError, match="batch has 3 rows"):
         mnn.global_add_pool(draw(N, WIDTH), torch.zeros(3, dtype=torch.long))
-    with pytest.raises(MeshshardError, match="heads that divide the width"):
+    with pytest.raises(MeshshardError, match="heads must divide the width"):
         mnn.attention_pool(draw(N, WIDTH), draw(N, 4))
 
 
 # ------------------------------------------------------------------------------------------ points
 def farthest(pos, n, start):
-    """The plain text of the algorithm."""
+    """Farthest-point sampling on one rank."""
     chosen = [start]
     far_from = (pos - pos[start]).square().sum(1)
     for _ in range(n - 1):
@@ -148,7 +148,7 @@ def farthest(pos, n, start):
 
 
 def shuffled(domain, x, sizes, seed):
-    """Rows in another order, which remember where they come from."""
+    """Permuted rows, with their rows in the source in the sharding."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     first = sum(sizes[: domain.rank])
     own = order[first : first + sizes[domain.rank]]
@@ -156,7 +156,7 @@ def shuffled(domain, x, sizes, seed):
 
 
 def cloud():
-    """A lattice, with many equal distances, and points that lie in one place."""
+    """A lattice, with many equal distances, and coincident points."""
     axis = torch.arange(3.0)
     lattice = torch.cartesian_prod(axis, axis)
     return torch.cat([lattice, lattice[:3], torch.tensor([[0.3, 0.6], [1.6, 0.7]])])
@@ -184,7 +184,7 @@ def test_farthest_points_do_not_depend_on_the_partition(ranks):
         for sizes in every:
             for found in run(ranks, size, farthest_job, sizes):
                 assert found == wanted, sizes
-    with pytest.raises(MeshshardError, match="15 from row 0 of 14"):
+    with pytest.raises(MeshshardError, match="n = 15 from row 0, but there are 14 points"):
         mnn.farthest_points(pos, 15)
 
 
@@ -206,11 +206,11 @@ def test_random_points_do_not_depend_on_the_partition(ranks):
                 assert run(ranks, size, random_job, sizes, n) == [wanted] * size, sizes
 
 
-def test_random_points_are_random():
+def test_random_points_are_uniform():
     x = torch.zeros(1000, 1)
     counts = sum(mnn.random_points(x, 100, seed=s).double() for s in range(200))
     assert counts.sum() == 20000
-    assert 3.5 < counts.std() < 5  # of a binomial: 4.24
+    assert 3.5 < counts.std() < 5  # binomial: 4.24
 
 
 # ------------------------------------------------------------------------------------------- grids
@@ -236,7 +236,7 @@ def test_points_from_grid_equal_grid_sample():
 
 
 def grid_job(sizes, mean):
-    """Points to a grid, something there, and back to points."""
+    """Points to a grid, a product there, and back to points."""
     domain = init_domain()
     x, pos, kernel = draw(N, WIDTH), points(), draw(3, 4, 2, WIDTH, seed=4)
     every = [t.requires_grad_() for t in (x, pos, kernel)]
@@ -262,12 +262,12 @@ def test_grids(ranks, ranks_):
                 assert max(errors) <= TOLERANCE, sizes
 
 
-def test_a_box_must_be_one():
-    with pytest.raises(MeshshardError, match="two nodes at least"):
+def test_invalid_boxes_and_grids_are_refused():
+    with pytest.raises(MeshshardError, match="two nodes or more"):
         mnn.Box((0.0,), (1.0,), (1,))
     with pytest.raises(MeshshardError, match="low must be below high"):
         mnn.Box((0.0,), (0.0,), (2,))
-    with pytest.raises(MeshshardError, match="with channels last"):
+    with pytest.raises(MeshshardError, match="the grid must be a plain tensor"):
         mnn.points_from_grid(draw(3, 4, WIDTH), points(), BOX)
 
 
@@ -298,11 +298,11 @@ def test_bottleneck(ranks, ranks_):
                 assert max(errors) <= TOLERANCE, sizes
 
 
-# ------------------------------------------------------------------------------- awkward numbers
+# --------------------------------------------------------- half precision, NaN, infinity, many rows
 def test_means_and_sums_of_many_rows_in_bfloat16():
     x = torch.ones(3000, 1, dtype=torch.bfloat16)
     assert float(mnn.global_mean_pool(x)) == 1  # a count in bfloat16 would stop at 256
-    assert float(mnn.global_add_pool(x)) == 3008  # the nearest number that there is
+    assert float(mnn.global_add_pool(x)) == 3008  # the nearest bfloat16
     assert mnn.global_mean_pool(x).dtype == mnn.global_add_pool(x).dtype == torch.bfloat16
     box = mnn.Box((0,), (1,), (2,))
     grid = mnn.grid_from_points(x, torch.zeros(3000, 1), box, mean=False)
@@ -310,7 +310,7 @@ def test_means_and_sums_of_many_rows_in_bfloat16():
     assert float(grid[0]) == 3008
 
 
-def test_whole_numbers_are_places_in_a_box():
+def test_integer_positions_equal_floating_point_positions():
     box = mnn.Box((0.5, -0.5), (2.5, 3.5), (5, 4))
     grid, pos = draw(5, 4, 2), torch.tensor([[1, 2], [2, 0], [0, 3]])
     assert torch.equal(
@@ -323,7 +323,7 @@ def test_whole_numbers_are_places_in_a_box():
 
 
 def not_a_number_job():
-    """One rank has a NaN; all of them answer."""
+    """One rank has a NaN; every rank returns or raises an error."""
     pos = draw(N, 2)
     pos[1] = torch.nan
     x = shard(pos, init_domain(), SIZES[2][0])
@@ -333,7 +333,7 @@ def not_a_number_job():
     mnn.farthest_points(x, 3)
 
 
-def test_a_nan_does_not_leave_other_ranks_waiting(ranks):
+def test_a_nan_on_one_rank_raises_on_every_rank(ranks):
     every = ranks[2].failures(not_a_number_job)
     assert len(set(every)) == 1
     assert "DomainError: farthest_points: rank 0: 1 point not finite: ids [1]" in every[0]
@@ -346,7 +346,7 @@ def infinite_job():
     return bool(torch.equal(mnn.global_max_pool(mine), x.amax(0, keepdim=True)))
 
 
-def test_the_largest_of_infinite_numbers(ranks):
+def test_maxima_of_infinite_numbers(ranks):
     assert ranks[2].run(infinite_job) == [True, True]
 
 

@@ -1,4 +1,4 @@
-"""Slice attention: equal to published numbers, to itself on shards and in tiles (laws 1, 5, 6)."""
+"""Slice attention: equal to the published code, and on shards and in tiles (laws 1, 5, 6)."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from meshshard.comm import init_domain
 from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.nn import SliceAttention
-from meshshard.nn.slices import _layer
+from meshshard.nn.slices import _tiles
 from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard
 
 DATA = Path(__file__).parent / "data"
@@ -26,11 +26,12 @@ VARIANTS = ("v1", "plus", "physicsnemo")
 
 
 def far(got, want):
+    """Largest difference, relative to the largest expected number."""
     return ((got - want).abs().max() / want.abs().max().clamp_min(1e-3)).item()
 
 
 def attention(variant="v1", **options):
-    """Small, in double precision, with parameters that are not those of the start."""
+    """A small layer in float64, with parameters that differ from the initial ones."""
     torch.manual_seed(1)
     layer = SliceAttention(24, 4, 5, variant=variant, **options).double()
     with torch.no_grad():
@@ -44,17 +45,17 @@ def rows(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-@pytest.fixture(params=["ordinary", "tiled"])
+@pytest.fixture(params=["recorded", "tiled"])
 def few(request, monkeypatch):
-    """Rows from which tiles are used."""
-    monkeypatch.setattr(_layer, "FEW", 1000 if request.param == "ordinary" else 0)
-    return _layer.FEW
+    """Number of rows up to which no tiles are used: more than the tests have, or none."""
+    monkeypatch.setattr(_tiles, "FEW", 1000 if request.param == "recorded" else 0)
+    return _tiles.FEW
 
 
 # ------------------------------------------------------------------------------------------- oracle
 @pytest.mark.parametrize("variant", ["v1", "plus"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_numbers_of_the_published_code(few, variant, keep):
+def test_equals_the_published_code(few, variant, keep):
     with np.load(DATA / f"physics_attention_{variant}.npz") as file:
         data = {name: torch.from_numpy(file[name]) for name in file}
     layer = SliceAttention(64, 4, 16, variant=variant, tile=50, keep_weights=keep).double().eval()
@@ -68,8 +69,8 @@ def test_numbers_of_the_published_code(few, variant, keep):
         assert far(p.grad, data[f"grad/{name}"]) < TOLERANCE
 
 
-def test_physicsnemo_clamps_and_adds_more():
-    """Their maths, written out: weights normalized first, (1, 1, H, 1) temperature in [0.5, 5]."""
+def test_physicsnemo_variant_equals_its_formula():
+    """Weights normalized first, temperature clamped to [0.5, 5], 1e-2 added to slice weights."""
     layer = attention("physicsnemo")
     with torch.no_grad():
         layer.temperature.copy_(torch.tensor([0.1, 0.7, 4.0, 9.0]).view(1, 4, 1, 1))
@@ -90,8 +91,8 @@ def loss_of(y):
     return y.sin().mean() + y.square().mean(-2).sum()
 
 
-def found(layer, x, domain, context=None):
-    """Output, gradients of the rows and of the parameters; noise from one seed."""
+def results(layer, x, domain, context=None):
+    """Output, gradients of the rows and of the parameters, with noise from a fixed seed."""
     torch.manual_seed(7)
     layer.zero_grad()
     y = layer(x, context)
@@ -106,7 +107,7 @@ def leaf(own, sharding, dim):
 
 
 def shards_job(sizes, variant, few, options):
-    _layer.FEW = few
+    _tiles.FEW = few
     domain = init_domain()
     layer = attention(variant, tile=16, **options)
     context = rows(3, 24) if variant == "v1" else None
@@ -116,11 +117,11 @@ def shards_job(sizes, variant, few, options):
     errors = []
     for shape, dim in (((97, 24), 0), ((2, 97, 24), 1)):
         whole = rows(*shape)
-        alone = Sharding(type(domain)(), (97,), origin)  # the same draw of noise
+        alone = Sharding(type(domain)(), (97,), origin)  # for the same noise
         sharding = Sharding(domain, sizes, origin[own])
         mine = whole.narrow(dim, first, sizes[domain.rank])
-        want = found(layer, leaf(whole, alone, dim), alone.domain, context)
-        got = found(layer, leaf(mine, sharding, dim), domain, context)
+        want = results(layer, leaf(whole, alone, dim), alone.domain, context)
+        got = results(layer, leaf(mine, sharding, dim), domain, context)
         errors += map(far, got, want)
     return max(errors)
 
@@ -128,15 +129,15 @@ def shards_job(sizes, variant, few, options):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("options", [{}, {"keep_weights": True}, {"deterministic": True}], ids=str)
-def test_shards_equal_the_whole(ranks, few, variant, size, options):
+def test_sharded_equals_serial(ranks, few, variant, size, options):
     for sizes in SIZES[size]:
         given = sizes, variant, few, options
-        results = [shards_job(*given)] if size == 1 else ranks[size].run(shards_job, *given)
-        assert max(results) < TOLERANCE
+        errors = [shards_job(*given)] if size == 1 else ranks[size].run(shards_job, *given)
+        assert max(errors) < TOLERANCE
 
 
 def traffic_job(few, deterministic):
-    _layer.FEW = few
+    _tiles.FEW = few
     domain = init_domain()
     layer = attention(deterministic=deterministic)
     x = shard(rows(97, 24), domain, (97, 0)).requires_grad_()
@@ -147,7 +148,7 @@ def traffic_job(few, deterministic):
     return [{n: (c.calls, c.bytes) for n, c in t.counts.items()} for t in (forward, backward)]
 
 
-def test_one_message_each_way(ranks, few):
+def test_one_collective_forward_and_backward(ranks, few):
     column = 4 * 5 * 8
     backward = column * (7 if few else 6)
     for got in ranks[2].run(traffic_job, few, False):
@@ -159,8 +160,8 @@ def test_one_message_each_way(ranks, few):
 
 # ------------------------------------------------------------------------------ second derivatives
 def residual_job(sizes, variant, few):
-    """A loss with the Laplacian of an output by the coordinates, physics-informed."""
-    _layer.FEW = few
+    """Gradients of a loss with second derivatives of the output by the inputs."""
+    _tiles.FEW = few
     domain = init_domain()
     layer = attention(variant, tile=16).eval()
     head = rows(24)
@@ -186,15 +187,15 @@ def test_second_derivatives(ranks, few, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tiles_are_differentiable_to_any_order(monkeypatch, variant):
-    monkeypatch.setattr(_layer, "FEW", 0)
+def test_tiles_pass_gradcheck_and_gradgradcheck(monkeypatch, variant):
+    monkeypatch.setattr(_tiles, "FEW", 0)
     layer = SliceAttention(4, 2, 3, variant=variant, tile=2).double().eval()
     x = rows(1, 5, 4).requires_grad_()
     assert torch.autograd.gradcheck(layer, x)
     assert torch.autograd.gradgradcheck(layer, x, fast_mode=True)
 
 
-# ---------------------------------------------------------------------------------- other promises
+# --------------------------------------------------------------------------- noise, dtypes, errors
 def test_noise_in_training_only(few):
     layer, x = attention("plus"), rows(97, 24)
     assert not torch.equal(layer(x), layer(x))
@@ -202,7 +203,7 @@ def test_noise_in_training_only(few):
     assert torch.equal(layer(x), layer(x))
 
 
-def test_context_is_attended_to(few):
+def test_batched_context_equals_each_sample(few):
     layer, x = attention(), rows(2, 97, 24)
     context = rows(2, 3, 24).requires_grad_()
     both = layer(x, context)
@@ -213,9 +214,9 @@ def test_context_is_attended_to(few):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiles_are_as_precise_as_whole_rows(monkeypatch, dtype):
-    """Law 5: the distance to double precision is at most twice that of ordinary operations."""
-    monkeypatch.setattr(_layer, "FEW", 0)
+def test_tiles_are_as_precise_as_recorded_operations(monkeypatch, dtype):
+    """Law 5: the error relative to float64 is at most twice that of recorded operations."""
+    monkeypatch.setattr(_tiles, "FEW", 0)
     layer, x = attention(tile=64), rows(3000, 24)
     want = layer(x)
     layer, x = layer.to(dtype), x.to(dtype)
@@ -225,7 +226,7 @@ def test_tiles_are_as_precise_as_whole_rows(monkeypatch, dtype):
 
 
 def test_frozen_parameters_and_autocast(monkeypatch):
-    monkeypatch.setattr(_layer, "FEW", 0)
+    monkeypatch.setattr(_tiles, "FEW", 0)
     layer = attention(tile=16).float()
     layer.in_project_fx.weight.requires_grad_(False)
     layer.to_out.requires_grad_(False)
@@ -239,14 +240,16 @@ def test_frozen_parameters_and_autocast(monkeypatch):
     assert x.grad.isfinite().all()
 
 
-def test_what_is_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(MeshshardError, match="5 heads do not divide a width of 24"):
         SliceAttention(24, 5)
-    with pytest.raises(MeshshardError, match="'v2' is unknown; there are: v1, plus, physicsnemo"):
+    with pytest.raises(
+        MeshshardError, match="'v2' is unknown; choose one of v1, plus, physicsnemo"
+    ):
         SliceAttention(24, 4, variant="v2")
     layer = attention()
     with pytest.raises(MeshshardError, match=r"rows must be \(N, 24\) or .* not \(9, 7\)"):
         layer(rows(9, 7))
     domain = init_domain()
-    with pytest.raises(NoShardRule, match="its rows are not what is sharded"):
+    with pytest.raises(NoShardRule, match="must be sharded along its rows"):
         layer(shard(rows(2, 9, 24), domain, (2,)))

@@ -1,4 +1,4 @@
-"""Transolver: published numbers, shards, fused inference, what is kept, other people's names."""
+"""Transolver: published code, shards, prediction, memory, checkpoints of other implementations."""
 
 import copy
 from pathlib import Path
@@ -18,7 +18,7 @@ from meshshard.comm import Domain, init_domain
 from meshshard.comm.domain import count_traffic
 from meshshard.errors import MeshshardError
 from meshshard.models import Transolver, TransolverOptions
-from meshshard.nn.slices import _layer
+from meshshard.nn.slices import _tiles
 from meshshard.partitioning.partition import partition
 from meshshard.tensor import Sharding, ShardTensor, shard
 
@@ -30,6 +30,7 @@ VARIANTS = ("v1", "plus", "physicsnemo")
 
 
 def far(got, want):
+    """Largest difference, relative to the largest expected number."""
     return ((got - want).abs().max() / want.abs().max().clamp_min(1e-3)).item()
 
 
@@ -39,7 +40,7 @@ def rows(*shape):
 
 
 def small(variant="v1", **options):
-    """In double precision, with parameters that are not those of the start."""
+    """A small model in float64, with parameters that differ from the initial ones."""
     torch.manual_seed(1)
     model = Transolver(3, 2, 24, 3, 4, 5, TransolverOptions(variant=variant, **options)).double()
     with torch.no_grad():
@@ -48,11 +49,11 @@ def small(variant="v1", **options):
     return model
 
 
-@pytest.fixture(params=["ordinary", "tiled"])
+@pytest.fixture(params=["recorded", "tiled"])
 def few(request, monkeypatch):
-    """Rows from which tiles are used."""
-    monkeypatch.setattr(_layer, "FEW", 1000 if request.param == "ordinary" else 0)
-    return _layer.FEW
+    """Number of rows up to which no tiles are used: more than the tests have, or none."""
+    monkeypatch.setattr(_tiles, "FEW", 1000 if request.param == "recorded" else 0)
+    return _tiles.FEW
 
 
 # ------------------------------------------------------------------------------------------- oracle
@@ -62,7 +63,7 @@ def oracle(name):
     return data, {n[6:]: v for n, v in data.items() if n.startswith("param/")}
 
 
-def test_numbers_of_the_published_code(few):
+def test_equals_the_published_code(few):
     data, state = oracle("transolver_v1")
     model = Transolver.from_reference(state)
     assert set(model.state_dict()) == set(state)
@@ -76,7 +77,7 @@ def test_numbers_of_the_published_code(few):
         assert far(p.grad, data[f"grad/{name}"]) < TOLERANCE
 
 
-def test_numbers_of_physicsnemo(few):
+def test_equals_physicsnemo(few):
     data, state = oracle("transolver_physicsnemo")
     model = Transolver.from_physicsnemo(state)
     x = data["x"].requires_grad_()
@@ -94,8 +95,10 @@ def test_numbers_of_physicsnemo(few):
             assert far(p.grad, data[f"grad/{theirs}"]) < TOLERANCE
 
 
-def test_other_parameters_are_refused():
-    with pytest.raises(MeshshardError, match="no Transolver: 'placeholder' is not there"):
+def test_checkpoints_of_other_models_are_refused():
+    with pytest.raises(
+        MeshshardError, match="not the parameters of a Transolver: 'placeholder' is missing"
+    ):
         Transolver.from_reference({"weight": torch.zeros(3)})
     state = small().state_dict()
     del state["blocks.1.ln_2.bias"]
@@ -103,14 +106,14 @@ def test_other_parameters_are_refused():
         Transolver.from_reference(state)
     with pytest.raises(MeshshardError, match="variant='physicsnemo'"):
         small().to_physicsnemo()
-    with pytest.raises(MeshshardError, match="built for no tokens"):
+    with pytest.raises(MeshshardError, match="built for no context"):
         small()(rows(97, 3), rows(1, 4))
-    with pytest.raises(MeshshardError, match="built for tokens 4 wide"):
+    with pytest.raises(MeshshardError, match="built for context tokens of width 4"):
         small(context_dim=4)(rows(97, 3))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_sizes_are_those_of_the_parameters(variant):
+def test_sizes_and_options_follow_from_the_parameters(variant):
     model = small(variant, context_dim=4, mlp_ratio=1.5)
     twin = Transolver.from_reference(model.state_dict())
     if variant != "physicsnemo":
@@ -125,7 +128,7 @@ def loss_of(y):
 
 
 def trained(model, x, context, average, steps=2):
-    """Losses, gradients of the inputs and last parameters of a few steps."""
+    """Losses, gradients of the inputs and final parameters of a few training steps."""
     torch.manual_seed(7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -143,7 +146,7 @@ def trained(model, x, context, average, steps=2):
 
 
 def training_job(sizes, variant, few, wrapper, batched):
-    _layer.FEW = few
+    _tiles.FEW = few
     domain = init_domain()
     shape, dim = ((2, 97, 3), 1) if batched else ((97, 3), 0)
     context = rows(2, 4) if variant == "v1" else None
@@ -168,8 +171,8 @@ def test_training_equals_serial(ranks, few, variant, size):
 
 
 def fsdp_job(sizes, few):
-    """Parameters sharded by FSDP2 over the ranks of the domain, blocks apart."""
-    _layer.FEW = few
+    """Parameters sharded by FSDP2 over the ranks of the domain, each block separately."""
+    _tiles.FEW = few
     domain, model = init_domain(), small(tile=16)
     alone = shard(rows(97, 3), Domain(), (97,)).requires_grad_()
     want = trained(copy.deepcopy(model), alone, None, lambda: None)
@@ -186,7 +189,7 @@ def test_training_with_sharded_parameters(ranks, few):
 
 
 def traffic_job(few):
-    _layer.FEW = few
+    _tiles.FEW = few
     domain = init_domain()
     model = small()
     x = shard(rows(97, 3), domain, (97, 0)).requires_grad_()
@@ -199,12 +202,12 @@ def traffic_job(few):
     return [{n: c.calls for n, c in t.counts.items()} for t in (forward, backward, predicted)]
 
 
-def test_one_message_a_layer_each_way(ranks, few):
+def test_one_all_reduce_a_layer_forward_and_backward(ranks, few):
     for found in ranks[2].run(traffic_job, few):
         assert found == [{"all_reduce": 3}] * 3
 
 
-# -------------------------------------------------------------------------------------- same bits
+# -------------------------------------------------------------------------------- bitwise equality
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A surface in six shards."""
@@ -213,7 +216,7 @@ def folder(tmp_path_factory):
 
 
 def bits_job(folder, dtype):
-    """Predictions in the order of the shards, fused and by the model itself."""
+    """Outputs of `predict` and of the model, in the order of the shards."""
     shards = ms.load(folder, init_domain())
     x = shards["center"].to(dtype)
     torch.manual_seed(1)
@@ -223,7 +226,7 @@ def bits_job(folder, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_predictions_have_the_same_bits_on_any_ranks(ranks, folder, dtype):
+def test_deterministic_outputs_are_bitwise_equal_on_any_ranks(ranks, folder, dtype):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     want = bits_job(folder, dtype)
@@ -233,7 +236,7 @@ def test_predictions_have_the_same_bits_on_any_ranks(ranks, folder, dtype):
             assert all(map(np.array_equal, got, want))
 
 
-def test_shards_are_those_of_the_ranks(folder):
+def test_sharding_knows_the_shards_of_each_rank(folder):
     sharding = ms.load(folder, Domain()).sharding
     assert sharding.shards == (tuple(ms.store.load(folder).sizes.tolist()),)
     assert Sharding(Domain(), (7,)).shards == ((7,),)
@@ -241,36 +244,36 @@ def test_shards_are_those_of_the_ranks(folder):
         Sharding(Domain(), (7,), shards=[(2, 4)])
 
 
-# --------------------------------------------------------------------------------- other promises
-def test_the_defaults_work():
+# ------------------------------------------------------------ defaults, memory, second derivatives
+def test_default_sizes_run():
     model = ms.models.Transolver(3, 1, layers=2)
     x = torch.randn(50, 3)
     assert model(x).shape == (50, 1)
     assert torch.allclose(model.predict(x), model(x), atol=1e-6)
 
 
-def test_tiles_keep_the_input_of_a_block(monkeypatch):
-    """What autograd keeps from forward to backward: rows of inputs, else tokens."""
-    monkeypatch.setattr(_layer, "FEW", 0)
+def test_tiles_save_only_the_input_of_a_block(monkeypatch):
+    """Tensors with rows that autograd saves: the inputs of the encoder and of the blocks."""
+    monkeypatch.setattr(_tiles, "FEW", 0)
     model, n = small(tile=16), 640
-    kept = {}
+    saved = {}
 
     def pack(t):
         if t.numel() >= 3 * n:
-            kept[t.data_ptr()] = t.numel() / n
+            saved[t.data_ptr()] = t.numel() / n
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         model(rows(n, 3))
-    assert sorted(kept.values()) == [3, 24, 24, 24]
+    assert sorted(saved.values()) == [3, 24, 24, 24]
 
 
-def test_residual_of_an_equation(few):
-    """Second derivatives of outputs by coordinates, in a loss, against plain modules."""
+def test_second_derivatives_equal_those_of_the_modules(few):
+    """A loss with second derivatives of the output by the coordinates."""
     losses = []
     for hooked in (False, True):
         model = small(tile=16)
-        if hooked:  # runs by modules
+        if hooked:  # then each module is called
             for block in model.blocks:
                 block.mlp.register_forward_hook(lambda module, given, out: None)
         x = rows(97, 3).requires_grad_()
@@ -293,8 +296,8 @@ def test_replaced_modules_and_hooks_are_used(few):
     assert torch.equal(model.predict(x), model(x))
 
 
-def test_noise_of_training_is_keyed_by_row(few):
-    """The same rows in another order get the same noise where the source's rows are known."""
+def test_training_noise_is_keyed_by_the_row_in_the_source(few):
+    """Rows in another order get the same noise, if the sharding knows their rows in the source."""
     model, x = small("plus"), rows(97, 3)
     order = torch.from_numpy(np.random.default_rng(0).permutation(97))
     domain = Domain()
@@ -308,9 +311,9 @@ def test_noise_of_training_is_keyed_by_row(few):
     assert torch.equal(model.predict(x), model.predict(x))
 
 
-# ---------------------------------------------------------------------------------- changed modules
+# --------------------------------------------------------------------------------- modified modules
 class Adapted(nn.Linear):
-    """A layer with an adapter of low rank beside its weight, as for fine-tuning."""
+    """A linear layer with a low-rank adapter, as for fine-tuning."""
 
     def __init__(self, base):
         super().__init__(base.in_features, base.out_features, base.bias is not None)
@@ -327,9 +330,9 @@ def adapt(where, name):
 
 
 CHANGES = {
-    "adapter of what weights are made of": lambda b: adapt(b.Attn, "in_project_x"),
-    "adapter among slices": lambda b: adapt(b.Attn, "to_q"),
-    "adapter of the answer": lambda b: adapt(b.Attn.to_out, "0"),
+    "adapter of the weights' input": lambda b: adapt(b.Attn, "in_project_x"),
+    "adapter among the slices": lambda b: adapt(b.Attn, "to_q"),
+    "adapter of the output": lambda b: adapt(b.Attn.to_out, "0"),
     "one more module": lambda b: b.Attn.to_out.append(nn.Hardtanh(-0.05, 0.05)),
     "no bias": lambda b: b.Attn.register_module("in_project_x", nn.Linear(24, 24, False).double()),
     "hook": lambda b: b.Attn.in_project_slice.register_forward_hook(lambda m, i, o: 2 * o),
@@ -343,7 +346,7 @@ CHANGES = {
 
 
 def by_hand(block, x):
-    """A block of the published code, each module called, on one rank."""
+    """A block of the published code with a call of each module, on one rank."""
     attn = block.Attn
     z = block.ln_1(x)
     made = attn.in_project_x(z).unflatten(-1, (4, -1)).transpose(-2, -3)
@@ -362,8 +365,8 @@ def by_hand(block, x):
     return h + block.mlp(block.ln_2(h))
 
 
-def changed_job(change, variant):
-    """Largest difference of a changed block to its modules called one by one: rows, gradients."""
+def modified_job(change, variant):
+    """Largest difference of a modified block to a call of each module: rows and gradients."""
     domain = init_domain()
     block = small(variant).eval().blocks[0]
     CHANGES[change](block)
@@ -381,17 +384,17 @@ def changed_job(change, variant):
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_changed_modules_are_heeded(few, change, variant):
-    assert changed_job(change, variant) < TOLERANCE
+def test_modified_modules_are_used(few, change, variant):
+    assert modified_job(change, variant) < TOLERANCE
 
 
-@pytest.mark.parametrize("change", ["adapter among slices", "hook", "one more module"])
+@pytest.mark.parametrize("change", ["adapter among the slices", "hook", "one more module"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_changed_modules_on_shards(ranks, change, variant):
-    assert max(ranks[3].run(changed_job, change, variant)) < TOLERANCE
+def test_modified_modules_are_used_on_shards(ranks, change, variant):
+    assert max(ranks[3].run(modified_job, change, variant)) < TOLERANCE
 
 
-def test_a_changed_model_predicts_and_keeps_its_modes():
+def test_predict_of_a_modified_model_restores_training_modes():
     model = Transolver(3, 1, 16, 2, 2, 4).train()
     model.blocks[0].eval()  # frozen by its user
     model.blocks[1].mlp.register_forward_hook(lambda module, given, out: out * 2)
@@ -399,3 +402,11 @@ def test_a_changed_model_predicts_and_keeps_its_modes():
     with torch.no_grad():
         assert torch.equal(model.predict(x), model(x))
     assert (model.training, model.blocks[0].training, model.blocks[1].training) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("tile", [None, 0])
+def test_predict_under_autocast_equals_the_model(monkeypatch, tile):
+    monkeypatch.setattr(_tiles, "FEW", 0)
+    model, x = small(tile=tile).float().eval(), rows(97, 3).float()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.equal(model.predict(x), model(x))

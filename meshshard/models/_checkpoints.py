@@ -1,4 +1,4 @@
-"""Names and shapes of a Transolver's parameters in the code of others."""
+"""Names and shapes of a Transolver's parameters in other implementations."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from meshshard.errors import MeshshardError
 
 __all__ = ["from_physicsnemo", "sizes_of", "to_physicsnemo"]
 
-# Ours (and the reference's) on the left, PhysicsNeMo's on the right; qkv and temperature besides.
-PAIRS = (
-    ("preprocess.linear_pre.0.", "preprocess.layers.0."),
-    ("preprocess.linear_post.", "preprocess.layers.2."),
-    (".mlp.linear_pre.0.", ".ln_mlp1.1.layers.0."),
-    (".mlp.linear_post.", ".ln_mlp1.1.layers.2."),
-    (".mlp2.", ".ln_mlp2.1."),
-    (".ln_2.", ".ln_mlp1.0."),
-    (".ln_3.", ".ln_mlp2.0."),
-    (".to_out.0.", ".out_linear."),
-)
+# Parts of names here and in the reference, and in PhysicsNeMo. Besides, PhysicsNeMo stacks the
+# weights of q, k and v, and its temperature is (1, 1, H, 1) instead of (1, H, 1, 1).
+TO_PHYSICSNEMO = {
+    "preprocess.linear_pre.0.": "preprocess.layers.0.",
+    "preprocess.linear_post.": "preprocess.layers.2.",
+    ".mlp.linear_pre.0.": ".ln_mlp1.1.layers.0.",
+    ".mlp.linear_post.": ".ln_mlp1.1.layers.2.",
+    ".mlp2.": ".ln_mlp2.1.",
+    ".ln_2.": ".ln_mlp1.0.",
+    ".ln_3.": ".ln_mlp2.0.",
+    ".to_out.0.": ".out_linear.",
+}
+FROM_PHYSICSNEMO = {theirs: ours for ours, theirs in TO_PHYSICSNEMO.items()}
 QKV = ("to_q", "to_k", "to_v")
 Sizes = tuple[int, int, int, int, int, int]
 
 
 def sizes_of(state: Mapping[str, Tensor]) -> tuple[Sizes, dict[str, Any]]:
-    """Sizes of the Transolver of some parameters: those of its `__init__`, and its options.
+    """Sizes and options of the Transolver that these parameters belong to.
 
     Raises:
-        MeshshardError: they are not a Transolver's.
+        MeshshardError: they are not those of a Transolver.
     """
     try:
         hidden, in_dim = len(state["placeholder"]), state["preprocess.linear_pre.0.weight"].shape[1]
@@ -44,35 +46,33 @@ def sizes_of(state: Mapping[str, Tensor]) -> tuple[Sizes, dict[str, Any]]:
         slices = len(state["blocks.0.Attn.in_project_slice.weight"])
         ratio = len(state["blocks.0.mlp.linear_pre.0.weight"]) / hidden
     except KeyError as missing:
-        raise MeshshardError(f"parameters of no Transolver: {missing} is not there") from None
+        raise MeshshardError(f"not the parameters of a Transolver: {missing} is missing") from None
     context = state["context.weight"].shape[1] if "context.weight" in state else 0
     options = {"mlp_ratio": ratio, "context_dim": context, "variant": "plus" if plus else "v1"}
     return (in_dim, out_dim, hidden, layers, heads, slices), options
 
 
 def from_physicsnemo(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """PhysicsNeMo's parameters by the names and in the shapes of the reference.
+    """PhysicsNeMo's parameters with the names and shapes of the reference.
 
-    It has no placeholder, which adds the same to every row: zero here.
+    PhysicsNeMo has no placeholder (a vector added to every row); it becomes zero.
     """
     out: dict[str, Tensor] = {}
-    for name, value in state.items():
-        for ours, theirs in PAIRS:
-            name = name.replace(theirs, ours)
+    for theirs, value in state.items():
+        name = _renamed(theirs, FROM_PHYSICSNEMO)
         if name.endswith(".qkv_project.weight"):
             for part, rows in zip(QKV, value.chunk(3), strict=True):
                 out[name.replace("qkv_project", part)] = rows
         else:
-            turn = name.endswith(".temperature")
-            out[name] = value.permute(0, 2, 1, 3) if turn else value
+            out[name] = _reshaped(name, value)
     bias = out.get("preprocess.linear_post.bias")
     return out if bias is None else {**out, "placeholder": torch.zeros_like(bias)}
 
 
 def to_physicsnemo(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reference's parameters by the names and in the shapes of PhysicsNeMo.
+    """The reference's parameters with the names and shapes of PhysicsNeMo.
 
-    The placeholder goes into the bias before it.
+    The placeholder is added to the bias before it.
     """
     out: dict[str, Tensor] = {}
     post = "preprocess.linear_post.bias"
@@ -85,8 +85,15 @@ def to_physicsnemo(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             parts = [state[name.replace("to_q", part)] for part in QKV]
             out[name.replace("to_q", "qkv_project")] = torch.cat(parts)
             continue
-        turn = name.endswith(".temperature")
-        for ours, theirs in PAIRS:
-            name = name.replace(ours, theirs)
-        out[name] = value.permute(0, 2, 1, 3) if turn else value
+        out[_renamed(name, TO_PHYSICSNEMO)] = _reshaped(name, value)
     return out
+
+
+def _renamed(name: str, parts: Mapping[str, str]) -> str:
+    for old, new in parts.items():
+        name = name.replace(old, new)
+    return name
+
+
+def _reshaped(name: str, value: Tensor) -> Tensor:
+    return value.permute(0, 2, 1, 3) if name.endswith(".temperature") else value

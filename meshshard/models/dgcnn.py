@@ -1,4 +1,4 @@
-"""DGCNN: edge convolutions over neighbors that are found anew in feature space at each layer."""
+"""DGCNN: edge convolutions over nearest neighbors in the feature space of each layer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ NORMS: dict[str, type[nn.Module]] = {"batch": nn.BatchNorm1d, "layer": nn.LayerN
 class DynamicEdgeConv(nn.Module):
     """The edge convolution of Wang et al. 2019, over the k nearest rows in feature space.
 
-    x'_i = max over neighbors j of h([x_i, x_j - x_i]), the row itself among its neighbors, as in
-    PyG's layer of this name (which needs compiled extras). A maximum that several edges reach
-    shares its gradient among them. Which rows are near is found in float64 and has no gradient.
+    x'_i = max over neighbors j of h([x_i, x_j - x_i]), where a row is among its own neighbors, as
+    in PyG's layer of this name (which needs compiled extensions). Edges that tie for the maximum
+    share its gradient. The neighbor search runs in float64 and has no gradient.
     """
 
     def __init__(self, h: nn.Module, k: int) -> None:
-        """A layer.
+        """Create the layer.
 
         Args:
-            h: maps (n_edges, 2 C) to (n_edges, C'); it sees all edges as one sharded tensor, so
-                norms and dropout in it are those of the whole graph.
-            k: neighbors of each row.
+            h: module from (n_edges, 2 C) to (n_edges, C'). Its input is one sharded tensor of all
+                edges, so norms and dropout are those of the whole graph.
+            k: number of neighbors of each row, including the row itself.
         """
         super().__init__()
         self.h, self.k = h, k
@@ -41,14 +41,15 @@ class DynamicEdgeConv(nn.Module):
         """New features of every row.
 
         Args:
-            x: (n, C) features, sharded along their rows, or plain.
-            graph: take these in-edges instead of the k nearest; a row without any becomes zero.
+            x: (n, C) features, sharded by rows or plain.
+            graph: in-edges to use instead of those from the k nearest rows; a row without in-edges
+                becomes zero.
 
         Returns:
-            (n, C') features.
+            (n, C') features, sharded like x.
 
-        Communication: that of `knn_graph`, where there is no graph; one exchange of features
-        forward and backward; and that of `h`.
+        Communication: that of `knn_graph` if no graph is given; one exchange of features forward
+        and backward; and that of `h`.
         """
         graph = knn_graph(x, self.k, loop=True) if graph is None else graph
         local = graph.local(x)
@@ -61,15 +62,16 @@ class DynamicEdgeConv(nn.Module):
         return wrap(segment_max(incoming, messages.to_local()), graph.nodes, 0)
 
     def extra_repr(self) -> str:
-        """What print shows."""
+        """Arguments that `print` shows."""
         return f"k={self.k}"
 
 
 class DGCNN(nn.Module):
-    """Dynamic graph CNN, one output a point (Wang et al. 2019, after PyG's segmentation example).
+    """Dynamic graph CNN with an output for each point, as in PyG's segmentation example.
 
-    Edge convolutions of width `hidden`, their outputs side by side through an MLP. The same model
-    on a sharded cloud and on a whole one.
+    The outputs of all edge convolutions, concatenated, go through an MLP.
+
+    Source: Wang et al., Dynamic Graph CNN for Learning on Point Clouds (2019).
     """
 
     def __init__(
@@ -82,25 +84,27 @@ class DGCNN(nn.Module):
         norm: str | None = "batch",
         dropout: float = 0.0,
     ) -> None:
-        """A model.
+        """Create a model with random weights.
 
         Args:
-            in_dim: features of a point, its coordinates among them.
-            out_dim: numbers for each point.
-            k: neighbors, the point itself among them.
+            in_dim: number of features of a point, including its coordinates.
+            out_dim: number of outputs for each point.
+            k: number of neighbors of each point, including the point itself.
             hidden: width of an edge convolution.
-            layers: how many of them.
+            layers: number of edge convolutions.
             norm: "batch" as in the paper (over all edges of all ranks), "layer", or None.
-            dropout: of the head.
+            dropout: dropout probability in the head.
 
         Raises:
-            MeshshardError: no layer, or an unknown norm.
+            MeshshardError: fewer than one layer, or an unknown norm.
         """
         super().__init__()
         if layers < 1:
-            raise MeshshardError(f"a DGCNN of {layers} layers; it needs one at least")
+            raise MeshshardError(f"DGCNN: {layers} layers; take 1 or more")
         if norm is not None and norm not in NORMS:
-            raise MeshshardError(f"DGCNN: norm {norm!r} is unknown: {', '.join(NORMS)} or None")
+            raise MeshshardError(
+                f"DGCNN: norm {norm!r} is unknown; choose one of {', '.join(NORMS)}, None"
+            )
         widths = [in_dim] + [hidden] * layers
         self.k = k
         self.convs = nn.ModuleList(
@@ -110,17 +114,17 @@ class DGCNN(nn.Module):
         self.head = nn.Sequential(*head, nn.Dropout(dropout), nn.Linear(2 * hidden, out_dim))
 
     def forward(self, x: Tensor, pos: Tensor | None = None) -> Tensor:
-        """Predict.
+        """Outputs of all points.
 
         Args:
-            x: (n, in_dim) features, sharded along their rows, or plain.
-            pos: (n, d) coordinates in which the first layer looks for neighbors, else in `x`.
+            x: (n, in_dim) features, sharded by rows or plain.
+            pos: (n, d) coordinates in which the first layer searches neighbors; `x` by default.
 
         Returns:
-            (n, out_dim), as sharded as `x`.
+            (n, out_dim), sharded like `x`.
 
-        Communication: that of each edge convolution, and of the norms: two all-reduces each,
-        forward and backward, where it is "batch".
+        Communication: that of each edge convolution; for each batch norm two all-reduces, forward
+        and backward.
         """
         graph = None if pos is None else knn_graph(pos, self.k, loop=True)
         features = [self.convs[0](x, graph)]
@@ -131,7 +135,7 @@ class DGCNN(nn.Module):
 
 
 def _mlp(widths: list[int], norm: str | None) -> nn.Sequential:
-    """Linear layers, each with ReLU and norm, as PyG's example has them."""
+    """Linear layers, each followed by a norm and a ReLU, as in PyG's example."""
     layers: list[nn.Module] = []
     for a, b in pairwise(widths):
         layers += [nn.Linear(a, b), *([NORMS[norm](b)] if norm else []), nn.ReLU()]

@@ -1,4 +1,4 @@
-"""MeshGraphNet: messages along the edges of a mesh, on one scale or several."""
+"""MeshGraphNet: message passing along the edges of a mesh, on one level or several."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["MeshGraphNet"]
 
 
 class MeshGraphNet(nn.Module):
-    """Encoder of nodes and edges, blocks with residuals, decoder of nodes; on coarse levels too.
+    """Encoders of nodes and edges, residual message-passing blocks, and a decoder of nodes.
 
-    With levels it is one V, down to the coarsest and up. A coarse node starts as the mean of its
-    cluster, a coarse edge as what its ends make of each other; on the way up a node adds its
-    cluster's row. Sharded it equals serial: all sums over in-edges run in the order of the whole
-    graph.
+    With coarse levels the blocks form a V-cycle, from the finest level to the coarsest and back. A
+    coarse node starts as the mean of its cluster, a coarse edge as an MLP of its two ends; on the
+    way back each node adds the row of its cluster. Sums over in-edges are in the order of the whole
+    graph, so sharded results equal serial ones.
 
-    Pfaff et al. 2021, arXiv 2010.03409; levels after Fortunato et al. 2022, arXiv 2210.00612.
+    Source: Pfaff et al. 2021 (2010.03409); levels after Fortunato et al. 2022 (2210.00612).
 
-    Communication: one exchange for each block, and one for each way down or up, forward and
-    backward, of `hidden` numbers for each halo row.
+    Communication: for each block, and for each step to a coarser or finer level, one exchange of
+    `hidden` numbers a halo row, forward and backward.
     """
 
     def __init__(
@@ -39,22 +39,23 @@ class MeshGraphNet(nn.Module):
         layers: int | Sequence[int] = 15,
         depth: int = 2,
     ) -> None:
-        """A model with random weights.
+        """Create a model with random weights.
 
         Args:
-            in_dim: numbers of a node.
-            edge_dim: numbers of an edge.
-            out_dim: numbers that are predicted for each node.
-            hidden: width of all layers.
-            layers: blocks, so how many edges away a node is heard; with levels those of each, the
-                finest first, and as many on its way up.
-            depth: linear layers of every network.
+            in_dim: number of features of a node.
+            edge_dim: number of features of an edge.
+            out_dim: number of outputs for each node.
+            hidden: width of all hidden layers.
+            layers: number of blocks, which is the number of hops that a node's features travel.
+                With levels, the number of blocks on each level, the finest first; on the way back
+                every level but the coarsest has the same number again.
+            depth: number of linear layers in each MLP.
         """
         super().__init__()
         each = (layers,) if isinstance(layers, int) else tuple(layers)
         self.encode_nodes = mlp(in_dim, hidden, hidden, depth)
         self.encode_edges = mlp(edge_dim, hidden, hidden, depth)
-        self.joints = nn.ModuleList(mlp(2 * hidden, hidden, hidden, depth) for _ in each[1:])
+        self.encode_coarse = nn.ModuleList(mlp(2 * hidden, hidden, hidden, depth) for _ in each[1:])
         self.down = nn.ModuleList(_blocks(hidden, n, depth) for n in each)
         self.up = nn.ModuleList(_blocks(hidden, n, depth) for n in each[:-1])
         self.decode = mlp(hidden, hidden, out_dim, depth, norm=False)
@@ -62,23 +63,25 @@ class MeshGraphNet(nn.Module):
     def forward(
         self, x: Any, graph: ShardGraph | Tensor, edge_attr: Any, levels: Sequence[Level] = ()
     ) -> Any:
-        """Predict one row for each node.
+        """Outputs of all nodes.
 
         Args:
-            x: (n_nodes, in_dim) nodes, sharded, or plain on one rank.
-            graph: the edges; or PyG's (2, n_edges) edge_index, on one rank.
-            edge_attr: (n_edges, edge_dim) edges, divided as `graph.edges`.
-            levels: one fewer than there are `layers`, each made by `nn.coarsen` of the one before.
+            x: (n_nodes, in_dim) node features, sharded by rows, or plain on one rank.
+            graph: the graph; or PyG's edge_index (2, n_edges) int64, on one rank.
+            edge_attr: (n_edges, edge_dim) edge features, sharded like `graph.edges`.
+            levels: the coarse levels, one fewer than there are numbers in `layers`; each is made
+                from the one before by `nn.coarsen`.
 
         Returns:
-            (n_nodes, out_dim) the same kind as x.
+            (n_nodes, out_dim), sharded or plain like x.
 
         Raises:
-            MeshshardError: another number of levels or edges, or rows that are divided otherwise.
+            MeshshardError: another number of levels or edges, or another sharding.
         """
-        if len(levels) != len(self.joints):
+        if len(levels) != len(self.encode_coarse):
             raise MeshshardError(
-                f"{n_of(len(levels), 'coarse levels')}; the model has {len(self.joints)}"
+                f"MeshGraphNet: got {n_of(len(levels), 'coarse levels')}, the model was built for "
+                f"{len(self.encode_coarse)}"
             )
         if isinstance(graph, Tensor):
             graph, edge_attr = _serial(graph, len(x), edge_attr)
@@ -87,16 +90,16 @@ class MeshGraphNet(nn.Module):
         for i, blocks in enumerate(self.down):
             if i:
                 nodes.append(levels[i - 1].coarse(nodes[-1]))
-                edges.append(self.joints[i - 1](_joined(nodes[-1], graphs[i])))
-            nodes[i], edges[i] = _run(blocks, nodes[i], graphs[i], edges[i])
+                edges.append(self.encode_coarse[i - 1](_both_ends(nodes[-1], graphs[i])))
+            nodes[i], edges[i] = _pass_messages(blocks, nodes[i], graphs[i], edges[i])
         for i in reversed(range(len(levels))):
             nodes[i] = nodes[i] + levels[i].fine(nodes[i + 1])
-            nodes[i], edges[i] = _run(self.up[i], nodes[i], graphs[i], edges[i])
+            nodes[i], edges[i] = _pass_messages(self.up[i], nodes[i], graphs[i], edges[i])
         return self.decode(nodes[0])
 
 
 def _serial(edge_index: Tensor, n: int, edge_attr: Tensor) -> tuple[ShardGraph, Tensor]:
-    """The graph on one rank, and its edges in the order that it has."""
+    """The graph on one rank, and the edge features in its order of edges."""
     from meshshard.comm import Domain
 
     graph = ShardGraph.from_edge_index(edge_index, Sharding(Domain(), [n]))
@@ -107,13 +110,13 @@ def _blocks(hidden: int, n: int, depth: int) -> nn.ModuleList:
     return nn.ModuleList(MeshBlock(hidden, depth=depth) for _ in range(n))
 
 
-def _run(blocks: Any, x: Any, graph: ShardGraph, e: Any) -> tuple[Any, Any]:
+def _pass_messages(blocks: Any, x: Any, graph: ShardGraph, e: Any) -> tuple[Any, Any]:
     for block in blocks:
         x, e = block(x, graph, e)
     return x, e
 
 
-def _joined(x: Any, graph: ShardGraph) -> Any:
-    """Rows of both ends of every edge, the same kind as x."""
+def _both_ends(x: Any, graph: ShardGraph) -> Any:
+    """Rows of both ends of every edge, concatenated, sharded or plain like x."""
     both: Any = torch.cat(list(graph.lift(x)), -1)
     return both if isinstance(x, ShardTensor) else both.to_local()

@@ -1,9 +1,10 @@
-"""Transolver: blocks of slice attention and an MLP on the rows of one mesh."""
+"""Transolver: blocks of slice attention and an MLP over the rows of one mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,27 +13,33 @@ from torch import Tensor, nn
 from meshshard.errors import MeshshardError
 from meshshard.models._checkpoints import from_physicsnemo, sizes_of, to_physicsnemo
 from meshshard.nn import CrossSliceAttention, SliceAttention
-from meshshard.nn._eval_mode import eval_mode
 from meshshard.nn._unmodified import is_unmodified
-from meshshard.nn.slices._layer import Layer, Piece, Run
-from meshshard.nn.slices._passes import apply, by_rows, infer
-from meshshard.nn.slices._stages import Noise
-from meshshard.nn.slices.slice_attention import batch_of, tile_of, with_rows
+from meshshard.nn.slices._forward import apply_layer, apply_layer_in_place, map_rows
+from meshshard.nn.slices._math import Noise, SliceLayer, Stage
+from meshshard.nn.slices._tiles import Tiling
+from meshshard.nn.slices.slice_attention import default_tile, like_input, local_batch
 from meshshard.tensor import Sharding
 from meshshard.tensor.shard_tensor import uncompiled
 
-__all__ = ["MLP", "Block", "Transolver", "TransolverOptions", "start"]
+__all__ = [
+    "MLP", "Block", "Transolver", "TransolverOptions", "check_context", "init_weights",
+    "slice_attention",
+]  # fmt: skip
+
+A = TypeVar("A", bound=SliceAttention)
 
 
 @dataclass(frozen=True)
 class TransolverOptions:
-    """What is not a size of a `Transolver`.
+    """Options of a `Transolver` apart from its sizes.
 
     Attributes:
-        mlp_ratio: width of the MLPs' hidden layer, by that of the model.
-        context_dim: width of the tokens of context, 0 for a model without.
+        mlp_ratio: width of the hidden layer of the MLPs, as a multiple of the model's width.
+        context_dim: width of the context tokens, 0 for a model without context.
         variant: "v1", "plus" or "physicsnemo", as in `nn.SliceAttention`.
-        tile, keep_weights, deterministic: as in `nn.SliceAttention`.
+        tile: rows of a tile, as in `nn.SliceAttention`.
+        keep_weights: keep the weights of the slices, as in `nn.SliceAttention`.
+        deterministic: add the sums in the order of the shards, as in `nn.SliceAttention`.
     """
 
     mlp_ratio: float = 2
@@ -44,27 +51,29 @@ class TransolverOptions:
 
 
 class Transolver(nn.Module):
-    """Rows of inputs to rows of outputs, each attending to all others through slices.
+    """Maps input rows to output rows; each row attends to all others through slices.
 
-    Blocks run in tiles and keep only their input for the gradient; second derivatives, up to 4,096
+    Blocks run in tiles and keep only their input for the gradient. Second derivatives, up to 4,096
     rows a rank, and blocks whose modules were replaced or carry hooks run as ordinary operations.
 
-    Source: Wu et al., Transolver (2402.02366), names of parameters and maths of its published code;
-    its other forms as in `nn.SliceAttention`.
+    Source: Wu et al., Transolver (2402.02366), with the maths and parameter names of its published
+    code; for the other variants see `nn.SliceAttention`.
 
     Args:
-        in_dim: width of the inputs: coordinates, normals, whatever a row has.
-        out_dim: width of the outputs.
+        in_dim: width of an input row: coordinates, normals, any other features.
+        out_dim: width of an output row.
         hidden: width C of the hidden rows.
         layers: number of blocks.
-        heads: H, a divisor of C.
-        slices: G.
-        options: the rest.
+        heads: number of heads H of the slice attention, a divisor of `hidden`.
+        slices: number of slices G in each head, to which the rows are reduced; the slices attend
+            to each other, so the cost grows with N * G, not with N^2.
+        options: everything apart from the sizes.
 
     Communication: for each block, that of `nn.SliceAttention`.
 
     Raises:
-        MeshshardError: sizes that do not fit, or an unknown variant.
+        MeshshardError: layers, heads or slices below 1, heads that do not divide `hidden`, or an
+            unknown variant.
     """
 
     def __init__(
@@ -80,69 +89,82 @@ class Transolver(nn.Module):
         super().__init__()
         if min(layers, heads, slices) < 1:
             counts = f"{layers} layers, {heads} heads, {slices} slices"
-            raise MeshshardError(f"a Transolver of {counts}; it needs one of each at least")
+            raise MeshshardError(f"Transolver: {counts}; each must be 1 or more")
         self.in_dim, self.options = in_dim, options
-        self.tile = tile_of(options.tile, heads, slices)
+        self.tile = default_tile(options.tile, heads, slices)
         self.preprocess = MLP(in_dim, 2 * hidden, hidden)
         self.placeholder = nn.Parameter(torch.rand(hidden) / hidden)
-        ends = [None] * (layers - 1) + [out_dim]
+        ends, sizes = [None] * (layers - 1) + [out_dim], (hidden, heads, slices)
         self.blocks = nn.ModuleList(
-            Block(_attention(hidden, heads, slices, options), n, options.mlp_ratio) for n in ends
+            Block(slice_attention(SliceAttention, sizes, options), n, options.mlp_ratio)
+            for n in ends
         )
         width = options.context_dim
         self.context: nn.Linear | None = nn.Linear(width, hidden) if width else None
-        self.apply(start)
+        self.apply(init_weights)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Outputs of all rows.
 
         Args:
             x: (N, in_dim) or (B, N, in_dim), sharded by rows or plain.
-            context: (M, context_dim) or (B, M, context_dim) plain, the same on every rank: what
-                holds for the sample as a whole, as tokens that the slices of every block attend to
-                (an inflow, a geometry's latent). It is not copied to the rows.
+            context: (M, context_dim) or (B, M, context_dim), plain, the same on every rank: tokens
+                that describe the sample as a whole (an inflow, a latent of the geometry). The
+                slices of every block attend to them; they are not copied to the rows.
 
         Returns:
-            (N, out_dim) or (B, N, out_dim), of the kind of `x`.
+            (N, out_dim) or (B, N, out_dim), sharded or plain as `x`.
 
         Raises:
-            MeshshardError: rows of another width; context is missing, or not expected.
+            MeshshardError: rows of another width, or a context that is missing or not expected.
         """
-        h, tokens = self._first(x), self._tokens(context)
+        h, tokens = self._encode(x), self._embed(context)
         for block in self.blocks:
             h = block(h, tokens)
         return h
 
     @torch.no_grad()
     def predict(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """The same without gradients, in one pass over the rows more than there are blocks.
+        """Outputs of all rows without gradients, in evaluation mode, with one hidden state.
 
-        Each pass ends one block and begins the next on the same tile; of all rows only one hidden
-        state is kept. Exact; without the noise of training.
+        Each block overwrites its input, so memory holds one hidden state (N, C) of all rows.
+
+        Args:
+            x: (N, in_dim) or (B, N, in_dim), as in `forward`.
+            context: (M, context_dim) or (B, M, context_dim), as in `forward`.
+
+        Returns:
+            (N, out_dim) or (B, N, out_dim), sharded or plain as `x`.
 
         Raises:
-            MeshshardError: as forward.
+            MeshshardError: as `forward`.
 
-        Communication: forward, as the model's.
+        Communication: as the forward pass of the model.
         """
-        if not all(map(_as_built, (self.preprocess, *self.blocks))):
-            return self._evaluated(x, context)
-        rows, sharding = batch_of(x, self.in_dim)
-        run = self._run(sharding)
-        tokens = self._tokens(context)
-        layers = [block.layer(None, tokens) for block in self.blocks]  # type: ignore[operator]
-        return with_rows(infer(self._beginning(), layers, run, rows), x)
+        unmodified = all(map(_is_unmodified, (self.preprocess, *self.blocks)))
+        if not unmodified or torch.is_autocast_enabled(x.device.type):
+            with eval_mode(self, x.device):
+                return self(x, context)  # type: ignore[no-any-return]
+        rows, sharding = local_batch(x, self.in_dim)
+        tiling, tokens = self._tiling(sharding), self._embed(context)
+        h = map_rows(self._encoder(), tiling, rows)
+        for block in self.blocks:
+            h = apply_layer_in_place(block.layer(None, tokens), tiling, h)  # type: ignore[operator]
+        return like_input(h, x)
 
     @classmethod
     def from_reference(
         cls, state: Mapping[str, Tensor], options: TransolverOptions = TransolverOptions()
     ) -> Transolver:
-        """The model of a checkpoint of the published code, Transolver or Transolver++.
+        """The model of a checkpoint of the published code of Transolver or Transolver++.
 
-        Sizes, MLP ratio and variant are those of its parameters.
+        Args:
+            state: state dict of the published model.
+            options: tile, keep_weights and deterministic; the others follow from the parameters, as
+                do the sizes.
 
         Raises:
-            MeshshardError: parameters of another model.
+            MeshshardError: the parameters are those of another model.
         """
         sizes, found = sizes_of(state)
         return cls(*sizes, replace(options, **found))._loaded(state)
@@ -151,69 +173,84 @@ class Transolver(nn.Module):
     def from_physicsnemo(
         cls, state: Mapping[str, Tensor], options: TransolverOptions = TransolverOptions()
     ) -> Transolver:
-        """The model of a checkpoint of PhysicsNeMo's Transolver on irregular meshes.
+        """The model of a checkpoint of PhysicsNeMo's Transolver for irregular meshes.
+
+        Args:
+            state: state dict of PhysicsNeMo's model.
+            options: as in `from_reference`.
 
         Raises:
-            MeshshardError: parameters of another model.
+            MeshshardError: the parameters are those of another model.
         """
-        named = from_physicsnemo(state)
-        sizes, found = sizes_of(named)
+        renamed = from_physicsnemo(state)
+        sizes, found = sizes_of(renamed)
         options = replace(options, **{**found, "variant": "physicsnemo"})
-        return cls(*sizes, options)._loaded(named)
+        return cls(*sizes, options)._loaded(renamed)
 
     def to_physicsnemo(self) -> dict[str, Tensor]:
-        """Its parameters by the names and in the shapes of PhysicsNeMo's Transolver.
+        """Parameters with the names and shapes of PhysicsNeMo's Transolver.
 
         Raises:
-            MeshshardError: it is of another variant, whose maths differ.
+            MeshshardError: the model is of another variant, whose maths differ.
         """
         if self.options.variant != "physicsnemo":
             raise MeshshardError(
-                f"a Transolver of variant {self.options.variant!r} has other maths than "
-                f"PhysicsNeMo's; train one with variant='physicsnemo'"
+                f"to_physicsnemo: the maths of variant {self.options.variant!r} differ from "
+                f"PhysicsNeMo's; train a model with variant='physicsnemo'"
             )
         return to_physicsnemo(self.state_dict())
 
     def _loaded(self, state: Mapping[str, Tensor]) -> Transolver:
-        kept = next(iter(state.values())).dtype
+        dtype = next(iter(state.values())).dtype
         try:
-            self.to(kept).load_state_dict(state)
+            self.to(dtype).load_state_dict(state)
         except RuntimeError as error:
-            raise MeshshardError(f"parameters of another model: {error}") from None
+            raise MeshshardError(f"Transolver: parameters of another model: {error}") from None
         return self
 
-    def _evaluated(self, x: Tensor, context: Tensor | None) -> Tensor:
-        """Forward as in evaluation, for models that were changed."""
-        with eval_mode(self, x.device):
-            return self(x, context)  # type: ignore[no-any-return]
-
-    def _first(self, x: Tensor) -> Tensor:
+    def _encode(self, x: Tensor) -> Tensor:
         """The first hidden rows."""
-        return uncompiled(self._begun, x)  # type: ignore[no-any-return]
+        return uncompiled(self._encode_rows, x)  # type: ignore[no-any-return]
 
-    def _begun(self, x: Tensor) -> Tensor:
-        if not _as_built(self.preprocess):
+    def _encode_rows(self, x: Tensor) -> Tensor:
+        if not _is_unmodified(self.preprocess):
             return self.preprocess(x) + self.placeholder  # type: ignore[no-any-return]
-        rows, sharding = batch_of(x, self.in_dim)
-        run = self._run(sharding)
-        return with_rows(by_rows(self._beginning(), run, rows), x)
+        rows, sharding = local_batch(x, self.in_dim)
+        return like_input(map_rows(self._encoder(), self._tiling(sharding), rows), x)
 
-    def _run(self, sharding: Sharding) -> Run:
-        return Run.of(sharding, self.tile, False, self.options.deterministic)
+    def _tiling(self, sharding: Sharding) -> Tiling:
+        return Tiling.of(sharding, self.tile, False, self.options.deterministic)
 
-    def _beginning(self) -> Piece:
-        return Piece(_first, (*self.preprocess.parameters(), self.placeholder))
+    def _encoder(self) -> Stage:
+        return Stage(_mlp_plus, (*self.preprocess.parameters(), self.placeholder))
 
-    def _tokens(self, context: Tensor | None) -> Tensor | None:
-        embed = self.context
-        if (context is None) != (embed is None):
-            expected = f"tokens {self.options.context_dim} wide" if embed else "no tokens"
-            raise MeshshardError(f"context: the model was built for {expected}")
-        return None if embed is None or context is None else embed(context)
+    def _embed(self, context: Tensor | None) -> Tensor | None:
+        """Context tokens in the width of the hidden rows."""
+        check_context(context, self.options.context_dim)
+        return None if self.context is None or context is None else self.context(context)
+
+
+def check_context(context: Tensor | None, width: int) -> None:
+    """Refuse a context that is missing, or that the model was not built for.
+
+    Raises:
+        MeshshardError: a context for a `width` of 0, or none for another width.
+    """
+    if (context is None) == (width == 0):
+        return
+    expected = f"context tokens of width {width}" if width else "no context"
+    given = "none" if context is None else f"one of shape {tuple(context.shape)}"
+    raise MeshshardError(f"context: the model was built for {expected}, but was given {given}")
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them, as the reference names them."""
+    """Two linear layers with a GELU between them, with the parameter names of the reference.
+
+    Args:
+        in_dim: width of an input row.
+        hidden: width between the layers.
+        out_dim: width of an output row.
+    """
 
     def __init__(self, in_dim: int, hidden: int, out_dim: int) -> None:
         super().__init__()
@@ -221,12 +258,19 @@ class MLP(nn.Module):
         self.linear_post = nn.Linear(hidden, out_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, in_dim) to (…, out_dim)."""
+        """Map (…, in_dim) to (…, out_dim)."""
         return self.linear_post(self.linear_pre(x))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """Slice attention and an MLP, each on normed rows and added to them; the last one projects."""
+    """Slice attention and an MLP, each with a norm before and a residual; the last one projects.
+
+    Args:
+        attention: the slice attention, of width C.
+        out_dim: width of the output of a last block, which ends in a norm and a linear layer; None
+            for other blocks.
+        mlp_ratio: width of the hidden layer of the MLP, as a multiple of C.
+    """
 
     def __init__(self, attention: SliceAttention, out_dim: int | None, mlp_ratio: float) -> None:
         super().__init__()
@@ -241,72 +285,65 @@ class Block(nn.Module):
             self.mlp2 = nn.Linear(hidden, out_dim)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """(…, N, C) to the same, or to (…, N, out_dim)."""
+        """Map (…, N, C) to (…, N, C), or to (…, N, out_dim) in a last block."""
         return uncompiled(self._forward, x, context)  # type: ignore[no-any-return]
 
     def _forward(self, x: Tensor, context: Tensor | None) -> Tensor:
-        if not _as_built(self):
-            return self._by_modules(x, context)
-        rows, sharding = batch_of(x, self.Attn.dim)
-        layer = self.layer(self.Attn.noise(rows, sharding), context)
-        return with_rows(apply(layer, self.Attn.run(sharding), rows), x)
+        if not _is_unmodified(self):
+            return self._forward_by_modules(x, context)
+        rows, sharding = local_batch(x, self.Attn.dim)
+        layer = self.layer(self.Attn._noise(rows, sharding), context)
+        return like_input(apply_layer(layer, self.Attn._tiling(sharding), rows), x)
 
-    def layer(self, noise: Noise | None, context: Tensor | None) -> Layer:
-        """It as pure functions of rows."""
+    def layer(self, noise: Noise | None, context: Tensor | None) -> SliceLayer:
+        """The block as pure functions of rows."""
         inner: list[nn.Module] = [self.ln_2, self.mlp.linear_pre]
         inner += [self.mlp.linear_post, self.ln_3] if self.last else []
-        tensors = tuple(p for module in inner for p in module.parameters())
+        rest = Stage(_rest_of_block, tuple(p for module in inner for p in module.parameters()))
         last = self.mlp2 if self.last else self.mlp.linear_post
-        end = Piece(F.linear, tuple(last.parameters()))
-        return self.Attn.layer(noise, context, self.ln_1, Piece(_after, tensors), end)
+        end = Stage(F.linear, tuple(last.parameters()))
+        return self.Attn._layer(noise, context, self.ln_1, rest, end)
 
-    def _by_modules(self, x: Tensor, context: Tensor | None) -> Tensor:
+    def _forward_by_modules(self, x: Tensor, context: Tensor | None) -> Tensor:
         x = x + self.Attn(self.ln_1(x), context)
         x = x + self.mlp(self.ln_2(x))
         return self.mlp2(self.ln_3(x)) if self.last else x
 
 
-def _attention(hidden: int, heads: int, slices: int, options: TransolverOptions) -> SliceAttention:
-    return SliceAttention(
-        hidden,
-        heads,
-        slices,
-        variant=options.variant,
-        tile=options.tile,
-        keep_weights=options.keep_weights,
-        deterministic=options.deterministic,
+def slice_attention(kind: type[A], sizes: Sequence[int], options: TransolverOptions) -> A:
+    """A slice attention of the sizes that its class takes first, and the options of a model."""
+    attention = kind(
+        *sizes, variant=options.variant, tile=options.tile, deterministic=options.deterministic
     )
+    attention.keep_weights = options.keep_weights
+    return attention
 
 
-def _first(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add: Tensor) -> Tensor:
-    """The first hidden rows of inputs."""
-    return _mlp(x, w1, b1, w2, b2) + add
+def _mlp_plus(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add: Tensor) -> Tensor:
+    """An MLP of rows, plus the same vector for every row."""
+    return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2) + add
 
 
-def _after(x: Tensor, answer: Tensor, *given: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The rest of a block but for its last linear layer, given what its attention answers."""
-    norm, bias, w, b = given[:4]
+def _rest_of_block(x: Tensor, out: Tensor, *parameters: Tensor) -> tuple[Tensor | None, Tensor]:
+    """A block after its attention `out`, up to its last linear layer: residual, layer input."""
+    norm, bias, w, b = parameters[:4]
     width = x.shape[-1:]
-    h = x + answer
+    h = x + out
     u = F.gelu(F.linear(F.layer_norm(h, width, norm, bias), w, b))
-    if len(given) == 4:
+    if len(parameters) == 4:
         return h, u
-    w, b, norm, bias = given[4:]
+    w, b, norm, bias = parameters[4:]
     return None, F.layer_norm(h + F.linear(u, w, b), width, norm, bias)
 
 
-def _mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
-
-
-def start(module: nn.Module) -> None:
-    """The reference's first parameters."""
+def init_weights(module: nn.Module) -> None:
+    """The reference's initialization of linear layers."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
 
 
-def _as_built(module: nn.Module) -> bool:
-    """Whether nothing inside was replaced or hooked, so that functions may stand for modules."""
+def _is_unmodified(module: nn.Module) -> bool:
+    """Whether nothing inside was replaced or hooked, so that pure functions are equivalent."""
     return is_unmodified(module, (MLP, SliceAttention, CrossSliceAttention))

@@ -1,6 +1,7 @@
-"""nn: layers that run on one sharded mesh as on a whole one, the same class for any world size.
+"""nn: layers for sharded meshes and point clouds; the same classes on any number of ranks.
 
-They take ShardTensors, or plain tensors, and give back the same kind. Each says what it sends.
+They take ShardTensors or plain tensors and return the same kind. The `Communication:` lines of the
+docstrings list the collectives of each layer.
 """
 
 from meshshard.nn.attention import Bottleneck
@@ -38,37 +39,10 @@ from meshshard.nn.pool import (
 from meshshard.nn.slices import CrossSliceAttention, SliceAttention
 
 __all__ = [
-    "AttentionPool",
-    "Bottleneck",
-    "Box",
-    "Consistency",
-    "ConvCheck",
-    "CrossSliceAttention",
-    "DeepHalo",
-    "Level",
-    "MeshBlock",
-    "SliceAttention",
-    "aggregate",
-    "attention_pool",
-    "ball_query",
-    "check_consistency",
-    "check_conv",
-    "cluster",
-    "cluster_around",
-    "coarsen",
-    "convert",
-    "edge_vectors",
-    "farthest_points",
-    "global_add_pool",
-    "global_max_pool",
-    "global_mean_pool",
-    "grid_from_points",
-    "grouped",
-    "knn",
-    "knn_graph",
-    "knn_interpolate",
-    "mask_of",
-    "points_from_grid",
-    "radius_graph",
-    "random_points",
-]
+    "AttentionPool", "Bottleneck", "Box", "Consistency", "ConvCheck", "CrossSliceAttention",
+    "DeepHalo", "Level", "MeshBlock", "SliceAttention", "aggregate", "attention_pool",
+    "ball_query", "check_consistency", "check_conv", "cluster", "cluster_around", "coarsen",
+    "convert", "edge_vectors", "farthest_points", "global_add_pool", "global_max_pool",
+    "global_mean_pool", "grid_from_points", "grouped", "knn", "knn_graph", "knn_interpolate",
+    "mask_of", "points_from_grid", "radius_graph", "random_points",
+]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Attention through a few latents, whose cost grows with the rows and not with their pairs.
+"""Attention through a few latents, at a cost linear in the number of rows.
 
-Plain attention needs nothing of this package: nn.MultiheadAttention, nn.TransformerEncoderLayer and
-F.scaled_dot_product_attention take ShardTensors as they are, also from few replicated queries to
+Plain attention needs no layer of this package: nn.MultiheadAttention, nn.TransformerEncoderLayer
+and F.scaled_dot_product_attention accept ShardTensors, also with a few replicated queries to
 sharded points and back (perceivers, supernodes, cross-attention to geometry).
 """
 
@@ -19,19 +19,19 @@ __all__ = ["Bottleneck"]
 
 
 class Bottleneck(nn.Module):
-    """Rows to learned latents and back, every head with latents of its own (FLARE).
+    """Low-rank attention of rows to rows through learned latents, separate in each head.
 
-    Latents attend to all rows, then every row attends to the latents with its own key as the query:
-    two calls of attention, which is of low rank between rows. Puri et al., FLARE: Fast Low-rank
-    Attention Routing Engine (2025).
+    The latents attend to all rows, then each row attends to the latents, with its key as the query.
+
+    Source: Puri et al., FLARE: Fast Low-rank Attention Routing Engine (2025).
 
     Args:
-        width: of the rows.
-        heads: number of heads, which divides the width.
-        latents: number of latents a head.
+        width: width of a row.
+        heads: number of heads, a divisor of the width.
+        latents: number of latents in each head.
 
-    Communication: two all-reduces forward, of (heads, latents) and of (heads, latents, width /
-    heads + 1) numbers; one backward, of (heads, latents, width / heads).
+    Communication: forward two all-reduces, of (heads, latents) and of (heads, latents, width /
+    heads + 1) numbers; backward one, of (heads, latents, width / heads).
 
     Raises:
         MeshshardError: heads do not divide the width.
@@ -40,7 +40,9 @@ class Bottleneck(nn.Module):
     def __init__(self, width: int, heads: int = 8, latents: int = 64) -> None:
         super().__init__()
         if heads < 1 or width % heads:
-            raise MeshshardError(f"Bottleneck: {heads} heads do not divide a width of {width}")
+            raise MeshshardError(
+                f"Bottleneck: {heads} heads do not divide a width of {width}; take a divisor"
+            )
         self.heads = heads
         self.latents = nn.Parameter(torch.empty(heads, latents, width // heads))
         nn.init.normal_(self.latents, std=0.1)
@@ -49,7 +51,14 @@ class Bottleneck(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Any) -> Any:
-        """(…, rows, width) to the same, sharded alike."""
+        """Attention of all rows to all rows.
+
+        Args:
+            x: (…, n, width), sharded by rows or plain.
+
+        Returns:
+            (…, n, width), sharded or plain like x.
+        """
         keys, values = (
             layer(x).unflatten(-1, (self.heads, -1)).transpose(-3, -2)
             for layer in (self.keys, self.values)

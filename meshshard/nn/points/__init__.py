@@ -1,4 +1,4 @@
-"""points: neighbors of sharded points, choices of a few of them, ways to a grid and to others."""
+"""points: neighbors, sampling and interpolation of sharded points; to regular grids and back."""
 
 from meshshard.nn.points.grid import Box, grid_from_points, points_from_grid
 from meshshard.nn.points.interpolate import knn_interpolate
@@ -6,17 +6,7 @@ from meshshard.nn.points.knn import ball_query, edge_vectors, grouped, knn, knn_
 from meshshard.nn.points.sampling import farthest_points, mask_of, random_points
 
 __all__ = [
-    "Box",
-    "ball_query",
-    "edge_vectors",
-    "farthest_points",
-    "grid_from_points",
-    "grouped",
-    "knn",
-    "knn_graph",
-    "knn_interpolate",
-    "mask_of",
-    "points_from_grid",
-    "radius_graph",
+    "Box", "ball_query", "edge_vectors", "farthest_points", "grid_from_points", "grouped",
+    "knn", "knn_graph", "knn_interpolate", "mask_of", "points_from_grid", "radius_graph",
     "random_points",
-]
+]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Points to a regular grid and back, by multilinear weights; exact gradients on both ways.
+"""Points to a regular grid and back, with multilinear weights and exact gradients.
 
-The grid is whole on every rank: what a mesh of millions of points is pooled to, for a spectral or
-convolutional model, is small. Points are sharded or plain.
+The grid is replicated: it is small, compared with the mesh that is pooled to it for a spectral or
+convolutional model. Points are sharded or plain.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ __all__ = ["Box", "grid_from_points", "points_from_grid"]
 
 @dataclass(frozen=True)
 class Box:
-    """A regular grid: nodes on the corners of its cells, the first and last on the box itself.
+    """A regular grid in a box: nodes are the corners of its cells, the outermost on the box.
 
     Attributes:
-        low: least coordinate in each dim.
+        low: smallest coordinate in each dim.
         high: largest coordinate in each dim.
-        shape: nodes in each dim, 2 at least.
+        shape: number of nodes in each dim, 2 or more.
+
+    Raises:
+        MeshshardError: different numbers of dims, fewer than two nodes in a dim, or a low
+            coordinate that is not below the high one.
     """
 
     low: Sequence[float]
@@ -39,20 +43,25 @@ class Box:
 
     def __post_init__(self) -> None:
         if not len(self.low) == len(self.high) == len(self.shape) or min(self.shape) < 2:
-            raise MeshshardError(f"{self}: one number a dim each, and two nodes at least")
+            raise MeshshardError(f"{self}: give one number a dim, and two nodes or more in each")
         if any(a >= b for a, b in zip(self.low, self.high, strict=True)):
             raise MeshshardError(f"{self}: low must be below high")
 
     def corners(self, pos: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The nodes (n,) around each point with weights (n,), corner by corner of its cell.
+        """Nodes (n,) int64 around each point and their weights (n,), corner by corner of its cell.
 
-        Points outside of the box count as the nearest on its surface; weights of a NaN are NaN.
+        Points outside the box are moved to its surface; the weights of a NaN are NaN.
+
+        Args:
+            pos: (n, dims) coordinates.
 
         Raises:
-            MeshshardError: points of another number of dims.
+            MeshshardError: the points have another number of dims.
         """
         if pos.ndim != 2 or pos.shape[1] != len(self.shape):
-            raise MeshshardError(f"points {tuple(pos.shape)} in a grid of {len(self.shape)} dims")
+            raise MeshshardError(
+                f"points must be (n, {len(self.shape)}) for this grid, not {tuple(pos.shape)}"
+            )
         pos = pos if pos.is_floating_point() else pos.double()
         low, high, nodes = (pos.new_tensor(list(x)) for x in (self.low, self.high, self.shape))
         place = (pos - low) / (high - low) * (nodes - 1)
@@ -69,24 +78,26 @@ class Box:
 
 
 def points_from_grid(grid: Tensor, pos: Any, box: Box) -> Any:
-    """Values of a grid at points, multilinear between its nodes (F.grid_sample, corners aligned).
+    """Multilinear interpolation of a grid at points, as `F.grid_sample` with aligned corners.
 
     Args:
-        grid: (nodes of the box …, channels), plain: replicated.
+        grid: (*box.shape, channels), plain, the same on every rank.
         pos: (n, dims) coordinates, sharded by rows or plain.
-        box: where the grid lies.
+        box: position and shape of the grid.
 
     Returns:
-        (n, channels), as sharded as the points.
+        (n, channels), sharded like the points, or plain.
 
     Raises:
-        MeshshardError: a grid that is sharded or of another shape, or points of other dims.
+        MeshshardError: the grid is sharded or has another shape, or the points have another number
+            of dims.
 
-    Communication: none; the gradient of the grid is this rank's share (see `meshshard.comm`).
+    Communication: none; the gradient of the grid is partial (see `meshshard.comm`).
     """
     if type(grid) is ShardTensor or tuple(grid.shape[:-1]) != tuple(box.shape):
         raise MeshshardError(
-            f"points_from_grid: a grid {tuple(grid.shape)} for {box}: plain, with channels last"
+            f"points_from_grid: the grid must be a plain tensor ({', '.join(map(str, box.shape))}, "
+            f"channels), not {type(grid).__name__} {tuple(grid.shape)}"
         )
     nodes = grid.reshape(-1, grid.shape[-1])
     out = nodes.new_zeros(())
@@ -96,25 +107,26 @@ def points_from_grid(grid: Tensor, pos: Any, box: Box) -> Any:
 
 
 def grid_from_points(x: Any, pos: Any, box: Box, mean: bool = True) -> Tensor:
-    """Rows scattered to the nodes around their points, with multilinear weights.
+    """Scatter rows to the grid nodes around their points, with multilinear weights.
 
     Args:
         x: (n, channels), sharded by rows or plain.
-        pos: (n, dims) coordinates, alike.
-        box: where the grid lies.
-        mean: whether the sum at a node is divided by that of its weights; 0 where no point is near.
+        pos: (n, dims) coordinates, sharded or plain like x.
+        box: position and shape of the grid.
+        mean: whether the sum at a node is divided by the sum of its weights; nodes without points
+            are 0.
 
     Returns:
-        (nodes of the box …, channels), replicated.
+        (*box.shape, channels), replicated.
 
     Raises:
-        MeshshardError: values and points of two kinds, or points of other dims.
-        NoShardRule: values and points are sharded differently.
+        MeshshardError: only one of x and pos is sharded, or the points have another number of dims.
+        NoShardRule: x and pos have different shardings.
 
     Communication: one all-reduce of the grid and its weights, forward and backward.
     """
     if type(x) is not type(pos):
-        raise MeshshardError("grid_from_points: values and points are both sharded, or both plain")
+        raise MeshshardError("grid_from_points: x and pos must both be sharded, or both plain")
     domain = Domain()
     if type(x) is ShardTensor:
         domain = require_same_sharding("grid_from_points", (x, pos)).sharding.domain

@@ -1,9 +1,10 @@
-"""Neighbors: exact k-nearest and radius graphs of sharded points, as graphs of their own.
+"""Neighbors: exact k-nearest-neighbor and radius graphs of sharded points.
 
-Every result equals that of one search over all points: neighbors by distance (float64, coordinates
-squared and added in their order, so that ties are ties everywhere), then by row in the source
-(`sharding.origin`; the id where there is none), which no partition changes. A point is never its
-own neighbor, others at its place are. The search itself has no gradient; `edge_vectors` has.
+Every result equals that of one search over all points. Neighbors are ordered by distance (float64,
+squared coordinates added in their order, so that ties are the same on every rank), then by row in
+the source (`sharding.origin`; the id where there is none), which does not depend on the partition.
+A point is not its own neighbor unless asked for; other points at the same position are. The search
+has no gradient; `edge_vectors` has.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshshard.errors import MeshshardError
-from meshshard.nn.points._search import Side, around, nearest, side
+from meshshard.nn.points._search import Side, nearest, side, within_radius
 from meshshard.tensor import ShardGraph, ShardTensor
 from meshshard.tensor.shard_tensor import local_of, wrap
 
@@ -22,21 +23,22 @@ __all__ = ["ball_query", "edge_vectors", "grouped", "knn", "knn_graph", "radius_
 
 
 def knn_graph(pos: Tensor, k: int, loop: bool = False) -> ShardGraph:
-    """Every point hears its k nearest others.
+    """Each point receives edges from its k nearest neighbors.
 
     Args:
-        pos: (n, d) positions or features, sharded along their rows, or plain: a graph on one rank.
-            Points that spread in up to eight dims are searched by a k-d tree on a CPU; others, and
-            on another device, by looking at all points that other ranks cannot exclude.
-        k: neighbors of each point; all others where there are fewer.
-        loop: whether a point is among its own neighbors, as PyG's `DynamicEdgeConv` has it.
+        pos: (n, d) positions or features, sharded along their rows, or plain for a graph on one
+            rank. On a CPU, points whose intrinsic dimension is up to eight are searched by a k-d
+            tree; others, and points on another device, by brute force.
+        k: number of neighbors of each point; all other points where there are fewer.
+        loop: whether a point is among its own neighbors, as in PyG's `DynamicEdgeConv`.
 
     Returns:
-        The graph, the edges of a point by distance, then row in the source of the neighbor.
+        The graph. The edges of a point are ordered by distance, then row in the source.
 
     Raises:
-        DomainError: on every rank, where any has points that are not finite (naming rank and ids),
-            or not the memory for so many edges.
+        DomainError: on every rank, if any rank has points that are not finite (the message names
+            rank and ids), or too little memory for the edges.
+        MeshshardError: k is not an integer of 1 or more, or `pos` is not a tensor (n, d).
 
     Communication: that of `knn`.
     """
@@ -45,20 +47,24 @@ def knn_graph(pos: Tensor, k: int, loop: bool = False) -> ShardGraph:
 
 
 def knn(x: Tensor, y: Tensor, k: int) -> ShardGraph:
-    """Every row of y hears its k nearest of x: a bipartite graph from x to y.
+    """Each row of y receives edges from its k nearest points of x: a bipartite graph from x to y.
 
     Args:
-        x: (n, d) points.
-        y: (m, d) places, sharded over the same domain, otherwise or alike.
-        k: neighbors of each place; n where that is fewer.
+        x: (n, d) points, sharded or plain.
+        y: (m, d) query points, sharded over the same domain with any sizes.
+        k: number of neighbors of each query; all n points where there are fewer.
+
+    Returns:
+        The graph. The edges of a query are ordered by distance, then row in the source.
 
     Raises:
         DomainError: as `knn_graph`.
-        MeshshardError: the clouds live on different domains or have different d.
+        MeshshardError: as `knn_graph`, or x and y are sharded over different domains or differ in
+            d.
 
-    Communication: four gathers of objects, two all-to-alls of counts, one of cells and one of
-    points: those that may be nearer than what a rank has itself, d + 2 numbers each, two to three
-    times the halo that results; then that of `ShardGraph.from_ids`. None backward.
+    Communication: four gathers of objects; two all-to-alls of counts, one of range queries and one
+    of points that can be nearer than those of this rank (d + 2 numbers each, two to three times
+    the resulting halo); then that of `ShardGraph.from_ids`. None backward.
     """
     return _nearest(side(x, "knn"), side(y, "knn"), k, "knn")
 
@@ -66,21 +72,22 @@ def knn(x: Tensor, y: Tensor, k: int) -> ShardGraph:
 def radius_graph(
     pos: Tensor, r: float, max_neighbors: int | None = None, max_edges: int | None = None
 ) -> ShardGraph:
-    """Every point hears all others within r, or the nearest `max_neighbors` of them.
+    """Each point receives edges from all others within r, or the nearest `max_neighbors` of them.
 
     Args:
-        pos: (n, d) positions as in `knn_graph`.
-        r: the largest distance; d^2 <= r^2 decides.
-        max_neighbors: the most that a point hears, None for all. (PyG takes any so many, not the
-            nearest.)
-        max_edges: more are refused.
+        pos: (n, d) positions, as in `knn_graph`.
+        r: radius; points at a distance of r are included.
+        max_neighbors: largest number of neighbors of a point, None for all. (PyG keeps an
+            arbitrary subset, not the nearest.)
+        max_edges: largest number of edges on all ranks, None for no limit.
 
     Returns:
-        The graph, ordered as that of `knn_graph`.
+        The graph, with edges ordered as in `knn_graph`.
 
     Raises:
-        DomainError: as `knn_graph`. Without `max_neighbors` edges are counted before they are
-            made; with it there is room for so many of each point.
+        DomainError: as `knn_graph`, or more than `max_edges` edges. Without `max_neighbors`, edges
+            are counted before they are made; with it, memory is checked for `max_neighbors` each.
+        MeshshardError: a negative radius, or as `knn_graph`.
 
     Communication: that of `knn`.
     """
@@ -88,38 +95,41 @@ def radius_graph(
 
 
 def ball_query(x: Tensor, y: Tensor, r: float, max_neighbors: int | None = None) -> ShardGraph:
-    """Every row of y hears all of x within r, or the nearest `max_neighbors` of them.
+    """Each row of y receives edges from points of x within r, or the nearest `max_neighbors`.
 
-    (PointNet++'s takes the first so many in memory, which would depend on the numbering.)
+    (PointNet++'s function keeps the first points in memory, which depends on the numbering.)
 
     Args:
-        x: (n, d) points.
-        y: (m, d) places, sharded over the same domain.
-        r: the largest distance.
-        max_neighbors: the most that a place hears, None for all.
+        x: (n, d) points, sharded or plain.
+        y: (m, d) query points, sharded over the same domain with any sizes.
+        r: radius; points at a distance of r are included.
+        max_neighbors: largest number of neighbors of a query, None for all.
+
+    Returns:
+        The bipartite graph from x to y, with edges ordered as in `knn`.
 
     Raises:
         DomainError: as `radius_graph`.
-        MeshshardError: as `knn`, or a radius or number that cannot be.
+        MeshshardError: as `knn`, or a negative radius.
 
     Communication: that of `knn`.
     """
-    points, places = side(x, "ball_query"), side(y, "ball_query")
-    return _within(points, places, r, max_neighbors, None)
+    points, queries = side(x, "ball_query"), side(y, "ball_query")
+    return _within(points, queries, r, max_neighbors, None)
 
 
 def edge_vectors(pos: Tensor, graph: ShardGraph, to: Tensor | None = None) -> Tensor:
     """Position of every edge's source relative to its destination: (n_edges, d).
 
-    Differentiable in both; its norm is the edge's length.
+    Differentiable in the positions of both ends; the norm is the length of the edge.
 
     Args:
-        pos: (n, d) positions of the sources, sharded, or plain where the graph has one rank.
-        graph: the graph.
-        to: (m, d) positions of the destinations, where they are others.
+        pos: (n, d) positions of the sources, sharded, or plain on one rank.
+        graph: the graph, from sources to destinations.
+        to: (m, d) positions of the destinations of a bipartite graph; `pos` by default.
 
     Returns:
-        A ShardTensor over `graph.edges`, a plain tensor where `pos` is plain.
+        (n_edges, d), sharded as `graph.edges`, or plain where `pos` is plain.
 
     Communication: one exchange, forward and backward.
     """
@@ -129,19 +139,20 @@ def edge_vectors(pos: Tensor, graph: ShardGraph, to: Tensor | None = None) -> Te
 
 
 def grouped(x: Tensor, graph: ShardGraph, width: int | None = None) -> tuple[Tensor, Tensor]:
-    """Rows of the sources side by side for each destination, as PointNet++ groups them.
+    """Neighbors of each destination as a dense, zero-padded tensor, as grouped in PointNet++.
 
     Args:
         x: (n, …) rows of the sources.
         graph: the graph, from `ball_query` or `knn`.
-        width: neighbors to make room for; by default as many as the fullest row of all has.
+        width: size of the dim of the neighbors; by default the largest number of neighbors of any
+            destination on any rank.
 
     Returns:
-        (m, width, …) rows, zero where there are fewer; (m, width) bool, where there is one. Both
-        sharded like the destinations, plain where `x` is plain.
+        (m, width, …) rows of the neighbors, padded with zeros; (m, width) bool, True for
+        neighbors, False for padding. Both sharded like the destinations, plain where `x` is plain.
 
     Raises:
-        MeshshardError: on every rank, where a destination has more than `width`.
+        MeshshardError: on every rank, if a destination has more than `width` neighbors.
 
     Communication: one exchange forward and backward, one gather of objects.
     """
@@ -149,40 +160,43 @@ def grouped(x: Tensor, graph: ShardGraph, width: int | None = None) -> tuple[Ten
     fullest = max(graph.domain.share(int(count.max()) if len(count) else 0))
     width = fullest if width is None else width
     if fullest > width:
-        raise MeshshardError(f"grouped: {fullest} neighbors do not fit into a width of {width}")
+        raise MeshshardError(
+            f"grouped: a row has {fullest} neighbors, more than the width of {width}; take a "
+            f"larger width, or a graph with max_neighbors={width}"
+        )
     mask = torch.arange(width, device=count.device) < count[:, None]
     at = torch.nonzero(mask.view(-1)).view(-1)
     local = graph.local(x)
-    room = local.new_zeros(len(count) * width, *local.shape[1:])
-    rows = room.index_copy(0, at, local[graph.indices]).view(len(count), width, *local.shape[1:])
+    padded = local.new_zeros(len(count) * width, *local.shape[1:])
+    rows = padded.index_copy(0, at, local[graph.indices]).view(len(count), width, *local.shape[1:])
     if not isinstance(x, ShardTensor):
         return rows, mask
     return wrap(rows, graph.nodes, 0), wrap(mask, graph.nodes, 0)
 
 
-def _counted(k: int, what: str) -> int:
+def _checked_k(k: int, what: str) -> int:
     try:
         count = operator.index(k)
     except TypeError:
         count = 0
     if count < 1:
-        raise MeshshardError(f"{what}: {k!r} neighbors; take a whole number, one or more")
+        raise MeshshardError(f"{what}: {k!r} neighbors; take an integer of 1 or more")
     return count
 
 
 def _nearest(x: Side, y: Side | None, k: int, what: str) -> ShardGraph:
-    ids, starts = nearest(x, y, _counted(k, what), what)
+    ids, starts = nearest(x, y, _checked_k(k, what), what)
     return ShardGraph.from_ids(ids, starts, (y or x).sharding, x.sharding)
 
 
 def _within(
-    x: Side, y: Side | None, r: float, most: int | None, max_edges: int | None
+    x: Side, y: Side | None, r: float, max_neighbors: int | None, max_edges: int | None
 ) -> ShardGraph:
     what = "radius_graph" if y is None else "ball_query"
     if not r >= 0:
-        raise MeshshardError(f"{what}: a radius of {r}; take a number of 0 or more")
-    if most is None:
-        ids, starts = around(x, y, r, max_edges, what)
+        raise MeshshardError(f"{what}: a radius of {r}; take 0 or more")
+    if max_neighbors is None:
+        ids, starts = within_radius(x, y, r, max_edges, what)
     else:
-        ids, starts = nearest(x, y, _counted(most, what), what, r, max_edges)
+        ids, starts = nearest(x, y, _checked_k(max_neighbors, what), what, r, max_edges)
     return ShardGraph.from_ids(ids, starts, (y or x).sharding, x.sharding)

@@ -1,6 +1,6 @@
-"""Choices of a few points out of all: the farthest from each other, or any.
+"""Sampling of points: the farthest from each other, or random ones.
 
-They do not depend on the partition: chance and ties are decided by the row in the source.
+The results do not depend on the partition: random keys and ties go by the row in the source.
 """
 
 from __future__ import annotations
@@ -18,32 +18,35 @@ from meshshard.tensor.shard_tensor import wrap
 
 __all__ = ["farthest_points", "mask_of", "random_points"]
 
-BITS, ROUNDS = 53, 4  # of a random key, and of the search for the n-th smallest of all
+BITS = 53  # of a random key
+ROUNDS, DIGIT = 4, 14  # of a radix search for the n-th smallest key: rounds, bits in each
 
 
 def farthest_points(pos: Tensor, n: int, start: int = 0) -> Tensor:
-    """Farthest-point sampling, exact: each next point is the farthest from all that were chosen.
+    """Exact farthest-point sampling: each point is the farthest from those chosen before it.
+
+    Source: Eldar et al. (1997). Of equally far points, the first in the source is chosen.
 
     Args:
-        pos: (n_points, dims), sharded by rows or plain; no gradient flows into it.
-        n: how many points to choose, each once.
-        start: row in the source of the first.
+        pos: (n_points, dims), sharded by rows or plain; it gets no gradient.
+        n: number of points to choose, all different.
+        start: row in the source of the first point.
 
     Returns:
-        (n,) int64 rows of `pos` in the order they were chosen, replicated: `pos[rows]` are these
-        points on every rank, `pos[mask_of(rows, pos)]` the same points where they are. Of equally
-        far points the first in the source is chosen. Eldar et al. (1997).
+        (n,) int64 rows of `pos`, in the order of choice, replicated. `pos[rows]` are these points
+        on every rank; `pos[mask_of(rows, pos)]` are the same points, sharded.
 
     Raises:
-        DomainError: on every rank, where any has points that are not finite.
-        MeshshardError: more points than there are, or a start that is none of them.
+        DomainError: on every rank, if any rank has points that are not finite.
+        MeshshardError: n or start is out of range.
 
-    Communication: one gather of objects; one all-gather of a point a rank for each point.
+    Communication: one gather of objects; for each chosen point one all-gather of a point a rank.
     """
     rows, sharding = unwrap_rows(pos)
     if not 1 <= n <= sharding.total or not 0 <= start < sharding.total:
         raise MeshshardError(
-            f"farthest_points: {n} from row {start} of {n_of(sharding.total, 'points')}"
+            f"farthest_points: n = {n} from row {start}, but there are "
+            f"{n_of(sharding.total, 'points')}; take n from 1 to their number and a row below it"
         )
     columns = rows.detach().to(torch.float64).T.contiguous()
     sharding.domain.run_collectively(lambda: finite(columns.T.cpu().numpy()), "farthest_points")
@@ -54,19 +57,19 @@ def farthest_points(pos: Tensor, n: int, start: int = 0) -> Tensor:
     for _ in range(n):
         row = int(point[2])
         chosen.append(row)
-        apart = torch.zeros_like(far)
+        squares = torch.zeros_like(far)
         for column, at in zip(columns, point[3:], strict=True):
-            apart += (column - at).square_()
-        torch.minimum(far, apart, out=far)
+            squares += (column - at).square_()
+        torch.minimum(far, squares, out=far)
         if sharding.first <= row < sharding.first + sharding.own:
-            far[row - sharding.first] = -1.0  # never twice, though others lie in the same place
+            far[row - sharding.first] = -1.0  # chosen once, even if other points coincide with it
         if len(chosen) < n:
             point = _farthest(far, columns, source, sharding)
     return torch.tensor(chosen, device=rows.device)
 
 
 def _farthest(far: Tensor, columns: Tensor, source: Tensor, sharding: Sharding) -> Tensor:
-    """Of all ranks: distance, minus row in the source, row, coordinates of the farthest point."""
+    """(3 + dims,) of the farthest point of all ranks: distance, -row in the source, row, point."""
     if len(far):
         ties = torch.nonzero(far == far.max())[:, 0]
         at = ties[source[ties].argmin()]
@@ -80,52 +83,64 @@ def _farthest(far: Tensor, columns: Tensor, source: Tensor, sharding: Sharding) 
 
 
 def random_points(x: Tensor, n: int, seed: int) -> Tensor:
-    """A random choice of rows that does not depend on the partition.
+    """A uniform random choice of rows that does not depend on the partition.
 
     Args:
-        x: rows, sharded or plain.
-        n: how many to choose; each choice of n rows is equally likely.
-        seed: the same gives the same rows of the source, on any ranks.
+        x: (n_rows, …), sharded or plain.
+        n: number of rows to choose, without replacement.
+        seed: the same seed gives the same rows of the source on any number of ranks.
 
     Returns:
-        (n_rows,) bool, as sharded as x: `x[mask]` has the chosen rows, where they are.
+        (n_rows,) bool, sharded like x: `x[mask]` are the chosen rows, still sharded.
 
     Raises:
-        MeshshardError: more than there are, or less than none.
+        MeshshardError: n is below 0, or above the number of rows.
 
     Communication: four all-reduces of 2^14 counts and one gather of objects.
     """
     rows, sharding = unwrap_rows(x)
     if not 0 <= n <= sharding.total:
-        raise MeshshardError(f"random_points: {n} of {n_of(sharding.total, 'rows')}")
+        raise MeshshardError(
+            f"random_points: n = {n}, but there are {n_of(sharding.total, 'rows')}; take n from 0 "
+            f"to their number"
+        )
     source = sharding.sources(rows.device)
     keys = hash_uniform(0, torch.full_like(source, seed), source)
     keys = (keys * 2.0**BITS).to(torch.int64)
     last, missing = _nth(keys, n, sharding.domain)
     mask = keys < last
-    ties = source[keys == last]  # one row, but for a chance of about n^2 / 2^53
+    ties = source[keys == last]  # one row, except with a probability of about n^2 / 2^53
     every = sorted(i for part in sharding.domain.share(ties.tolist()) for i in part)
     mask |= (keys == last) & torch.isin(source, torch.tensor(every[:missing], device=rows.device))
     return wrap(mask, sharding, 0) if type(x) is ShardTensor else mask
 
 
 def _nth(keys: Tensor, n: int, domain: Domain) -> tuple[int, int]:
-    """The n-th smallest key of all ranks, and how many rows with it are among the n smallest."""
+    """The n-th smallest key of all ranks, and how many rows of this key are among the n smallest.
+
+    A radix search from the highest digit.
+    """
     prefix, left = 0, n
     for level in reversed(range(ROUNDS)):
-        bits = 14
-        inside = keys[keys >> bits * (level + 1) == prefix]
-        digits = inside >> bits * level & (2**bits - 1)
-        counts = domain.all_reduce(torch.bincount(digits, minlength=2**bits))
+        inside = keys[keys >> DIGIT * (level + 1) == prefix]
+        digits = inside >> DIGIT * level & (2**DIGIT - 1)
+        counts = domain.all_reduce(torch.bincount(digits, minlength=2**DIGIT))
         ends = counts.cumsum(0)
         digit = int(torch.searchsorted(ends, left)) if left else 0
         left -= int(ends[digit - 1]) if digit else 0
-        prefix = (prefix << bits) + digit
+        prefix = (prefix << DIGIT) + digit
     return prefix, left
 
 
 def mask_of(rows: Tensor, x: Tensor) -> Tensor:
-    """Replicated numbers of rows as a mask (n_rows,), as sharded as x: `x[mask]` stays sharded.
+    """A mask of given rows, sharded like x, so that `x[mask]` stays sharded.
+
+    Args:
+        rows: (n,) int64 rows of x, replicated.
+        x: (n_rows, …), sharded or plain.
+
+    Returns:
+        (n_rows,) bool, True for the given rows.
 
     Communication: none.
     """

@@ -1,4 +1,4 @@
-"""slices: attention of many rows through a few slices, run through in tiles."""
+"""slices: attention of many rows through a few slices, processed in tiles."""
 
 from meshshard.nn.slices.slice_attention import CrossSliceAttention, SliceAttention
 
