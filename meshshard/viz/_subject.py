@@ -15,7 +15,7 @@ from meshshard.mesh import Array, Mesh
 from meshshard.mesh.inspection import weld
 from meshshard.partitioning.partition import Partition, partition
 from meshshard.store import Folder, load
-from meshshard.viz._colors import shard_colors
+from meshshard.viz.colors import shard_colors
 
 __all__ = ["Drawable", "Subject", "subject_of"]
 
