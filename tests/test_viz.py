@@ -1,4 +1,4 @@
-"""Pictures: each is looked at as pixels; a machine without OpenGL gets one line."""
+"""Pictures, tested by their pixels; without OpenGL there is a one-line error."""
 
 import base64
 import io as streams
@@ -24,7 +24,7 @@ from meshshard.graph import Graph
 from meshshard.mesh import Mesh
 from meshshard.partitioning.partition import Partition, partition
 from meshshard.viz import Style, plot_bars, plot_rank_graph, plot_shards, view
-from meshshard.viz._colors import palette, shard_colors
+from meshshard.viz.colors import palette, shard_colors
 
 SURFACE = Path(meshshard.__file__).parent / "data" / "boundary_1.vtp"
 BARE = Style(size=(600, 400), off_screen=True, flat=True, lines=False, numbers=False, legend=False)
@@ -58,56 +58,56 @@ def shot(what, **options) -> np.ndarray:
     return picture
 
 
-def colors_in(picture: np.ndarray, least: int = 20) -> set[tuple[int, ...]]:
-    """Colors that at least some pixels have, without white, grays and ink."""
+def colors_in(picture: np.ndarray, min_pixels: int = 20) -> set[tuple[int, ...]]:
+    """Colors of at least `min_pixels` pixels, without white, gray and black."""
     found, count = np.unique(picture.reshape(-1, 3), axis=0, return_counts=True)
-    found = found[(count >= least) & (np.ptp(found.astype(int), axis=1) > 8)]
+    found = found[(count >= min_pixels) & (np.ptp(found.astype(int), axis=1) > 8)]
     return {tuple(c) for c in found.tolist()}
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Share of pixels that differ."""
+    """Fraction of pixels that differ."""
     return float((a != b).any(axis=2).mean())
 
 
 # ----------------------------------------------------------------------------------------- colors
 @pytest.mark.parametrize("k", [1, 2, 8, 64, 200])
-def test_as_many_colors_as_shards_all_different(k: int) -> None:
-    ring = np.eye(k, k=1, dtype=int)
-    colors = shard_colors(k, ring)
+def test_every_shard_has_a_different_color(k: int) -> None:
+    chain = np.eye(k, k=1, dtype=int)
+    colors = shard_colors(k, chain)
     assert colors.shape == (k, 3)
     assert len(np.unique(colors, axis=0)) == k
 
 
-def test_64_colors_are_far_apart_and_neighbors_farther() -> None:
+def test_64_colors_differ_and_those_of_neighbors_differ_most() -> None:
     lab, rgb = palette(64)
     place = np.stack(np.meshgrid(range(8), range(8)), -1).reshape(-1, 2)
     near = np.abs(place[:, None] - place).max(axis=2) == 1
     order = [rgb.tolist().index(c) for c in shard_colors(64, near.astype(int)).tolist()]
-    apart = np.linalg.norm(lab[order][:, None] - lab[order], axis=2)
-    assert apart[~np.eye(64, dtype=bool)].min() > 0.04
-    assert apart[near].min() > 0.1  # five times what an eye can just tell
+    distance = np.linalg.norm(lab[order][:, None] - lab[order], axis=2)
+    assert distance[~np.eye(64, dtype=bool)].min() > 0.04
+    assert distance[near].min() > 0.1  # five times a just noticeable difference
 
 
-def test_more_shards_than_colors_still_have_one_each() -> None:
+def test_more_than_256_shards_have_a_color_each() -> None:
     assert shard_colors(700, np.zeros((700, 700), int)).shape == (700, 3)
 
 
 # ---------------------------------------------------------------------------------------- pictures
-def test_every_shard_has_its_color_and_nothing_else_has_one(parts: Partition) -> None:
-    from meshshard.viz._subject import subject_of
+def test_a_flat_picture_has_exactly_the_colors_of_the_shards(parts: Partition) -> None:
+    from meshshard.viz.subject import subject_of
 
     known = {tuple(c) for c in subject_of(parts).colors.tolist()}
-    above = shot(parts, style=replace(BARE, legend=True))
-    assert colors_in(above) == known  # those of hidden shards are in the legend
+    picture = shot(parts, style=replace(BARE, legend=True))
+    assert colors_in(picture) == known  # the legend shows those of hidden shards
 
 
-def test_the_body_alone_shows_only_colors_of_shards(parts: Partition) -> None:
-    seen = colors_in(shot(parts, style=BARE), least=60)
+def test_without_a_legend_only_visible_shards_have_colors(parts: Partition) -> None:
+    seen = colors_in(shot(parts, style=BARE), min_pixels=60)
     assert 4 <= len(seen) <= 8
 
 
-def test_numbers_lines_and_legend_each_add_ink(parts: Partition) -> None:
+def test_numbers_lines_and_legend_change_the_picture(parts: Partition) -> None:
     bare = shot(parts, style=BARE)
     for part in ("numbers", "lines", "legend"):
         more = replace(BARE, **{part: True})
@@ -116,18 +116,18 @@ def test_numbers_lines_and_legend_each_add_ink(parts: Partition) -> None:
 
 def test_explode_and_halo_change_the_picture(parts: Partition) -> None:
     whole = shot(parts)
-    apart = shot(parts, explode=0.6)
+    exploded = shot(parts, explode=0.6)
     one = shot(parts, halo=3)
-    assert difference(whole, apart) > 0.1
+    assert difference(whole, exploded) > 0.1
     assert difference(whole, one) > 0.1
     without = shot(parts, explode=0.6, style=replace(SMALL, halos=False))
-    assert difference(apart, without) > 1e-3
+    assert difference(exploded, without) > 1e-3
 
 
 def test_a_field_is_drawn_by_name(parts: Partition) -> None:
     assert difference(shot(parts), shot(parts, field="pMeanTrim")) > 0.1
     shot(parts, field="wallShearStressMeanTrim")
-    with pytest.raises(RenderError, match=r"no field 'q'.*pMeanTrim"):
+    with pytest.raises(RenderError, match=r"field 'q' does not exist.*pMeanTrim"):
         plot_shards(parts, field="q")
 
 
@@ -143,30 +143,30 @@ def test_folder_subject_and_partition_make_the_same_picture(
 
 def test_shards_of_points_are_drawn_on_the_cells(mesh: Mesh) -> None:
     parts = partition(mesh, 5, on="points")
-    assert len(colors_in(shot(parts, style=BARE), least=60)) >= 3
+    assert len(colors_in(shot(parts, style=BARE), min_pixels=60)) >= 3
     shot(parts, explode=0.4)
 
 
 def test_a_cloud_is_drawn_as_points(mesh: Mesh) -> None:
     parts = partition(Mesh(points=mesh.points[::3]), 6)
-    assert len(colors_in(shot(parts, style=BARE), least=20)) >= 6
+    assert len(colors_in(shot(parts, style=BARE), min_pixels=20)) >= 6
     shot(parts, halo=2)
     shot(parts, explode=0.5)
 
 
-def test_a_bare_graph_is_drawn_where_it_lies() -> None:
+def test_a_bare_graph_is_drawn_at_its_positions() -> None:
     ring = np.stack([np.roll(np.arange(60), 1), np.roll(np.arange(60), -1)], 1).ravel()
     angle = np.linspace(0, 2 * np.pi, 60, endpoint=False)
     places = np.stack([np.cos(angle), np.sin(angle), 0 * angle], 1)
     graph = Graph(np.arange(0, 121, 2), ring, symmetric=True, positions=places)
-    assert len(colors_in(shot(partition(graph, 4), style=BARE), least=10)) >= 4
+    assert len(colors_in(shot(partition(graph, 4), style=BARE), min_pixels=10)) >= 4
     nowhere = partition(Graph(np.arange(0, 121, 2), ring, symmetric=True), 4)
     with pytest.raises(RenderError, match="a graph without positions cannot be drawn"):
         plot_shards(nowhere)
     assert "rows in one exchange" in plot_rank_graph(nowhere).text
 
 
-def test_a_solid_is_cut_open_unless_asked_not_to() -> None:
+def test_a_solid_is_clipped_by_default() -> None:
     parts = partition(cube(8), 9)
     inside = shot(parts)
     assert difference(inside, shot(parts, style=replace(SMALL, clip=""))) > 0.05
@@ -175,32 +175,34 @@ def test_a_solid_is_cut_open_unless_asked_not_to() -> None:
     shot(parts, field="p")
 
 
-def test_large_meshes_are_drawn_coarser_and_say_so(parts: Partition, mesh: Mesh) -> None:
+def test_large_meshes_are_drawn_coarser_with_a_warning(parts: Partition, mesh: Mesh) -> None:
     with pytest.warns(MeshWarning, match=r"drawn coarser: 1,\d\d\d of 9,794 cells"):
-        coarse = shot(parts, style=replace(SMALL, most=2000))
+        coarse = shot(parts, style=replace(SMALL, max_cells=2000))
     assert difference(coarse, shot(parts)) < 0.25
     cloud = partition(Mesh(points=mesh.points), 4)
     with pytest.warns(MeshWarning, match="2,000 of 9,825 points"):
-        shot(cloud, style=replace(SMALL, most=2000))
+        shot(cloud, style=replace(SMALL, max_cells=2000))
 
 
-def test_empty_shards_have_a_color_and_no_place(mesh: Mesh) -> None:
+def test_empty_shards_can_be_drawn(mesh: Mesh) -> None:
     parts = partition(mesh, 3, method=np.where(np.arange(mesh.n_cells) < 5000, 0, 2))
     shot(parts, explode=0.5)
     assert "0 + 0" in plot_bars(parts).text
     plot_rank_graph(parts)
 
 
-def test_what_cannot_be_drawn_is_said(mesh: Mesh, parts: Partition, tmp_path: Path) -> None:
+def test_invalid_requests_are_render_errors(mesh: Mesh, parts: Partition, tmp_path: Path) -> None:
     with pytest.raises(RenderError, match=r"is not partitioned; draw partition\(mesh, parts\)"):
         plot_shards(mesh)
     with pytest.raises(RenderError, match="shards are 0 to 7"):
         plot_shards(parts, halo=8)
+    with pytest.raises(RenderError, match=r"clip is 'w'; expected one of 'auto'"):
+        plot_shards(parts, style=Style(clip="w"))
 
 
 # ------------------------------------------------------------------------------------------ charts
 @pytest.mark.parametrize("k", [1, 8, 64])
-def test_charts_are_sound_svg_with_every_shard(mesh: Mesh, k: int, tmp_path: Path) -> None:
+def test_charts_are_valid_svg_with_every_shard(mesh: Mesh, k: int, tmp_path: Path) -> None:
     parts = partition(mesh, k)
     for chart, mark in ((plot_bars(parts), "rect"), (plot_rank_graph(parts), "circle")):
         root = ElementTree.fromstring(chart.text)
@@ -220,6 +222,8 @@ def test_view_writes_a_picture_and_a_page(parts: Partition, tmp_path: Path) -> N
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     page = (tmp_path / "a.html").read_text()
     assert not re.search(r"""<(script|link|img)[^>]*\b(src|href)\s*=""", page)
+    assert "default-src 'unsafe-inline' 'unsafe-eval' data: blob:" in page
+    assert "https://kitware.github.io/vtk-js/icon" not in page
     assert "9,794 cells in 8 shards" in page
     assert page.count('<i style="background: rgb(') == 8
     scene = zipfile.ZipFile(streams.BytesIO(base64.b64decode(longest_base64(page))))
@@ -227,7 +231,7 @@ def test_view_writes_a_picture_and_a_page(parts: Partition, tmp_path: Path) -> N
     assert "vtkPolyData" in json.dumps(json.loads(text))
 
 
-def test_a_page_of_a_field_has_its_scale(parts: Partition, tmp_path: Path) -> None:
+def test_a_page_of_a_field_has_its_color_scale(parts: Partition, tmp_path: Path) -> None:
     view(parts, html=tmp_path / "a.html", field="pMeanTrim")
     page = (tmp_path / "a.html").read_text()
     assert "color: pMeanTrim" in page
@@ -238,7 +242,7 @@ def longest_base64(page: str) -> str:
     return max(re.findall(r'"([A-Za-z0-9+/=]{1000,})"', page), key=len)
 
 
-def test_without_its_package_a_page_is_refused(
+def test_a_page_without_trame_vtk_is_a_render_error(
     parts: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "trame_vtk.tools.vtksz2html", None)
@@ -249,11 +253,11 @@ def test_without_its_package_a_page_is_refused(
 
 @pytest.mark.skipif(bool(os.environ.get("DISPLAY")), reason="there is a display")
 def test_no_window_without_a_display(parts: Partition) -> None:
-    with pytest.raises(RenderError, match="no display"):
+    with pytest.raises(RenderError, match="without a display"):
         view(parts, show=True)
 
 
-def test_without_opengl_there_is_one_line_and_no_crash(parts: Partition, tmp_path: Path) -> None:
+def test_without_opengl_the_error_is_one_line(parts: Partition, tmp_path: Path) -> None:
     folder = parts.save(tmp_path / "s.shards")
     code = (
         "import sys; from meshshard.errors import RenderError; from meshshard.viz import view\n"
@@ -266,7 +270,7 @@ def test_without_opengl_there_is_one_line_and_no_crash(parts: Partition, tmp_pat
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("one line: this machine cannot draw")
+    assert done.stderr.startswith("one line: cannot draw on this machine")
     assert "apt-get install libgl1" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "a.png").exists()
@@ -293,8 +297,8 @@ def test_plot_shows_off_screen_too(parts: Partition, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(bool(os.environ.get("DISPLAY")), reason="there is a display")
-def test_plot_without_a_display_says_how_to_get_a_picture(parts: Partition) -> None:
-    with pytest.warns(MeshWarning, match=r"no display .*show\(screenshot='cut.png'\)"):
+def test_plot_without_a_display_warns_how_to_write_a_picture(parts: Partition) -> None:
+    with pytest.warns(MeshWarning, match=r"without a display.*show\(screenshot='cut.png'\)"):
         parts.plot(style=SMALL)
 
 

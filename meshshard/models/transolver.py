@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshshard.errors import MeshshardError
 from meshshard.models._checkpoints import from_physicsnemo, sizes_of, to_physicsnemo
 from meshshard.nn import CrossSliceAttention, SliceAttention
+from meshshard.nn._eval_mode import eval_mode
 from meshshard.nn._unmodified import is_unmodified
 from meshshard.nn.slices._forward import apply_layer, apply_layer_in_place, map_rows
 from meshshard.nn.slices._math import Noise, SliceLayer, Stage

@@ -1,11 +1,13 @@
-"""Pictures of partitions: shards on the mesh, halos, the rank graph, bars.
+"""Pictures of partitions: shards on the mesh, their halos, and charts of their rows.
 
-PyVista and VTK load when something is drawn. A machine that cannot draw gets a `RenderError`.
+`shards` draws a mesh (`scene` says what a picture contains, `annotations` writes on it, `colors`
+chooses the colors), `charts` draws graphs and bars. PyVista and VTK are imported by the first
+picture.
 """
 
-from meshshard.viz._canvas import show
-from meshshard.viz._charts import Svg, plot_bars, plot_rank_graph
-from meshshard.viz._shards import Style, plot_shards, view
-from meshshard.viz._subject import Subject
+from meshshard.viz.charts import Svg, plot_bars, plot_rank_graph
+from meshshard.viz.rendering import show
+from meshshard.viz.shards import Style, plot_shards, view
+from meshshard.viz.subject import Subject
 
 __all__ = ["Style", "Subject", "Svg", "plot_bars", "plot_rank_graph", "plot_shards", "show", "view"]

@@ -1,4 +1,4 @@
-"""Charts of a partition, as SVG: who exchanges how much with whom, and what each shard holds."""
+"""Charts of a partition, as SVG: rows of each shard, and rows exchanged between shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from meshshard.mesh import Array
-from meshshard.viz._subject import Drawable, Subject, subject_of
+from meshshard.viz.camera import default_direction, view_axes
+from meshshard.viz.subject import Drawable, Subject, subject_of
 
 __all__ = ["Svg", "plot_bars", "plot_rank_graph"]
 
@@ -20,7 +21,7 @@ INK, SOFT = "#1a1a1a", "#777777"
 
 @dataclass(frozen=True, repr=False)
 class Svg:
-    """A chart: shown by notebooks, saved as a file.
+    """A chart that notebooks display and `save` writes.
 
     Attributes:
         text: the whole SVG document.
@@ -35,13 +36,13 @@ class Svg:
         return self.text
 
     def save(self, path: str | Path) -> Path:
-        """Write it to a file."""
+        """Write the chart to a file, and return its path."""
         Path(path).write_text(self.text, encoding="utf-8")
         return Path(path)
 
 
 def plot_bars(what: Drawable) -> Svg:
-    """Owned and halo rows of every shard as bars.
+    """Draw the owned and halo rows of every shard as bars.
 
     Args:
         what: a partition, an open folder, or the path of a folder.
@@ -53,7 +54,7 @@ def plot_bars(what: Drawable) -> Svg:
     width, height = 760, top + step * subject.k + 44
     scale = (width - left - right) / max(int((owned + halo).max(initial=1)), 1)
     parts = [_text(14, 24, f"Rows of each shard ({subject.entity})", 16, INK, "bold")]
-    parts += [_text(14, 44, "solid: owned   pale: halo, copies of rows that others own", 12, SOFT)]
+    parts += [_text(14, 44, "solid: owned   pale: halo, copies of rows of other shards", 12, SOFT)]
     for p, (n, h) in enumerate(zip(owned.tolist(), halo.tolist(), strict=True)):
         y, color = top + p * step, _hex(subject.colors[p])
         bar = step - max(3, step // 5)
@@ -79,16 +80,17 @@ def plot_bars(what: Drawable) -> Svg:
             1.0,
             "stroke-dasharray='4 3'",
         ),
-        _text(mean, bottom + 20, f"mean of owned {owned.mean():,.1f}", 12, SOFT, "center"),
+        _text(mean, bottom + 20, f"mean of owned rows {owned.mean():,.1f}", 12, SOFT, "center"),
     ]
     return _document(width, height, parts)
 
 
 def plot_rank_graph(what: Drawable) -> Svg:
-    """Shards as discs by their owned rows, linked by the rows that they exchange.
+    """Draw shards as discs, linked by the number of rows that they exchange.
 
-    They lie roughly as on the mesh, seen as in `plot_shards`; each link says how many rows travel
-    both ways together, where there are few enough links to read it.
+    The area of a disc shows the owned rows. Discs are placed roughly as the shards on the mesh,
+    seen as in `plot_shards`. With up to 40 links, each link shows its rows, the sum of both
+    directions.
 
     Args:
         what: a partition, an open folder, or the path of a folder.
@@ -97,63 +99,72 @@ def plot_rank_graph(what: Drawable) -> Svg:
     width, height, edge = 860, 560, 60
     both = np.triu(subject.traffic + subject.traffic.T, 1)
     links = np.argwhere(both)
-    place = _layout(subject, both) * (width - 2 * edge, height - 2 * edge - 40)
-    place += (edge, edge + 40)
+    position = _layout(subject, both) * (width - 2 * edge, height - 2 * edge - 40)
+    position += (edge, edge + 40)
     largest = float(np.clip(155 / np.sqrt(subject.k), 11, 34))
     radius = largest * np.sqrt(subject.sizes / max(int(subject.sizes.max(initial=1)), 1))
     rows = both[tuple(links.T)]
-    heading = f"Who exchanges with whom: {rows.sum():,} rows in one exchange"
-    note = f"disc: owned {subject.entity}   line: rows that travel, both ways together"
+    heading = f"Exchange between shards: {rows.sum():,} rows in one exchange"
+    note = f"disc: owned {subject.entity}   line: rows exchanged, sum of both directions"
     parts = [_text(14, 24, heading, 16, INK, "bold"), _text(14, 44, note, 12, SOFT)]
     for (a, b), n in zip(links, rows.tolist(), strict=True):
         stroke = 1.0 + 9.0 * n / max(int(rows.max()), 1)
         parts.append(
-            _line(place[a].tolist(), place[b].tolist(), "#8c96a3", stroke, "stroke-opacity='0.55'")
+            _line(
+                position[a].tolist(),
+                position[b].tolist(),
+                "#8c96a3",
+                stroke,
+                "stroke-opacity='0.55'",
+            )
         )
     if len(links) <= 40:
-        middles = place[links].mean(axis=1)
-        parts += [_number(at, f"{n:,}") for at, n in zip(middles, rows, strict=True)]
+        middles = position[links].mean(axis=1)
+        parts += [_link_rows(at, f"{n:,}") for at, n in zip(middles, rows, strict=True)]
     for p in range(subject.k):
-        parts.append(_disc(place[p], max(radius[p], 3), _hex(subject.colors[p])))
+        parts.append(_disc(position[p], max(radius[p], 3), _hex(subject.colors[p])))
         size = float(np.clip(radius[p] * 0.75, 8, 17))
-        x, y = place[p].tolist()
+        x, y = position[p].tolist()
         parts.append(_text(x, y, str(p), size, INK, "bold center middle"))
     return _document(width, height, parts)
 
 
 def _layout(subject: Subject, both: Array) -> Array:
-    """(k, 2) places in the unit square, y down: the shards' centers, pushed apart."""
+    """(k, 2) positions of the discs in the unit square, y down.
+
+    Starts at the centers of the shards; then discs repel each other, and links pull them together.
+    """
     k = subject.k
     angle = 2 * np.pi * np.arange(k) / max(k, 1)
-    place = np.stack([np.cos(angle), np.sin(angle)], 1)
+    position = np.stack([np.cos(angle), np.sin(angle)], 1)
     if subject.mesh is not None:
-        eye = _flattened(subject)
-        place = np.where(np.isnan(eye), place * np.nanmax(np.abs(eye), initial=1.0), eye)
-    place = _unit(place)
+        centers = _projected_centers(subject)
+        position = np.where(
+            np.isnan(centers), position * np.nanmax(np.abs(centers), initial=1.0), centers
+        )
+    position = _to_unit_square(position)
     linked = (both + both.T > 0).astype(float)
     for step in np.linspace(0.06, 0.005, 120):
-        away = place[:, None] - place[None]
-        far = np.linalg.norm(away, axis=2) + np.eye(k) + 1e-9
-        push = (away / far[..., None] ** 3).sum(axis=1) / k**1.5
-        pull = (linked[..., None] * away * far[..., None]).sum(axis=1)
+        offset = position[:, None] - position[None]
+        distance = np.linalg.norm(offset, axis=2) + np.eye(k) + 1e-9
+        push = (offset / distance[..., None] ** 3).sum(axis=1) / k**1.5
+        pull = (linked[..., None] * offset * distance[..., None]).sum(axis=1)
         force = push * 0.8 - pull
         size = np.linalg.norm(force, axis=1, keepdims=True) + 1e-12
-        place = place + force / size * np.minimum(size, step * 0.5)
-    return _unit(place)
+        position = position + force / size * np.minimum(size, step * 0.5)
+    return _to_unit_square(position)
 
 
-def _flattened(subject: Subject) -> Array:
-    """(k, 2) centers of the shards seen from the front, above and aside, or straight on."""
-    from meshshard.viz._canvas import axes_towards, direction_on
-
-    right, up, _ = axes_towards(direction_on(subject.solid.points))
+def _projected_centers(subject: Subject) -> Array:
+    """(k, 2) centers of the shards in the plane of a picture, y down."""
+    right, up, _ = view_axes(default_direction(subject.solid.points))
     return np.stack([subject.centers @ right, -(subject.centers @ up)], axis=1)
 
 
-def _unit(place: Array) -> Array:
-    low, high = place.min(axis=0), place.max(axis=0)
+def _to_unit_square(position: Array) -> Array:
+    low, high = position.min(axis=0), position.max(axis=0)
     wide = high > low
-    return np.asarray((place - low) / np.where(wide, high - low, 1.0) + np.where(wide, 0.0, 0.5))
+    return np.asarray((position - low) / np.where(wide, high - low, 1.0) + np.where(wide, 0.0, 0.5))
 
 
 def _document(width: float, height: float, parts: Sequence[str]) -> Svg:
@@ -166,7 +177,7 @@ def _document(width: float, height: float, parts: Sequence[str]) -> Svg:
 
 
 def _text(x: float, y: float, text: str, size: float, color: str = INK, how: str = "") -> str:
-    """Words at a place; `how` may name bold, end, center (of x) and middle (of y)."""
+    """SVG text; `how` may contain bold, end, center (in x) and middle (in y)."""
     anchor = "end" if "end" in how else "middle" if "center" in how else "start"
     weight = " font-weight='bold'" if "bold" in how else ""
     shift = " dy='.35em'" if "middle" in how else ""
@@ -192,18 +203,18 @@ def _line(
     )
 
 
-def _disc(place: Array, radius: float, color: str) -> str:
+def _disc(position: Array, radius: float, color: str) -> str:
     return (
-        f"<circle cx='{place[0]:.1f}' cy='{place[1]:.1f}' r='{radius:.1f}' fill='{color}' "
+        f"<circle cx='{position[0]:.1f}' cy='{position[1]:.1f}' r='{radius:.1f}' fill='{color}' "
         f"stroke='{INK}' stroke-width='1'/>"
     )
 
 
-def _number(place: Array, text: str) -> str:
-    """A number on a line, on white."""
+def _link_rows(position: Array, text: str) -> str:
+    """A number on a white box."""
     width = 6.4 * len(text) + 6
-    paper = _box(place[0] - width / 2, place[1] - 8, width, 16, "white", 0.85)
-    return paper + _text(place[0], place[1], text, 11, INK, "center middle")
+    paper = _box(position[0] - width / 2, position[1] - 8, width, 16, "white", 0.85)
+    return paper + _text(position[0], position[1], text, 11, INK, "center middle")
 
 
 def _hex(color: Array) -> str:

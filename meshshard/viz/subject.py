@@ -14,7 +14,7 @@ from meshshard.errors import RenderError, StoreError
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.inspection import weld
 from meshshard.store import Folder, load
-from meshshard.viz._colors import shard_colors
+from meshshard.viz.colors import shard_colors
 
 __all__ = ["Drawable", "HasSubject", "Subject", "subject_of"]
 

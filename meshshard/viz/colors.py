@@ -1,7 +1,8 @@
-"""Colors: as many as there are shards, far apart, and farthest apart between neighbors.
+"""Colors of shards: all distinct, and most distinct between shards that exchange rows.
 
-Distances are Euclidean in OKLab (Ottosson, A perceptual color space for image processing, 2020),
-once as most people see and once as with red-green blindness; the smaller one counts.
+The distance of two colors is Euclidean in OKLab (Ottosson, A perceptual color space for image
+processing, 2020): the smaller of the one for normal vision and the one for red-green color
+blindness.
 """
 
 from __future__ import annotations
@@ -28,44 +29,47 @@ _TO_LINEAR = np.array(
         [-0.0041960863, -0.7034186147, 1.7076147010],
     ]
 )
-RED_GREEN = 0.35  # what is left of the red-green axis to an eye that hardly sees it
-MOST = 256  # colors computed; beyond it they repeat, never between neighbors
+RED_GREEN = 0.35  # scale of the red-green axis with red-green color blindness
+MAX_COLORS = 256  # beyond it, colors repeat with this period
 
 
 def shard_colors(k: int, links: Array) -> Array:
-    """(k, 3) uint8 color of every shard; shards that exchange rows differ the most.
+    """(k, 3) uint8 sRGB color of every shard; shards that exchange rows differ the most.
 
     Args:
         k: number of shards.
-        links: (k, k) rows exchanged between shards, 0 between strangers.
+        links: (k, k) rows exchanged between shards, 0 for none.
     """
-    lab, rgb = palette(min(k, MOST))
-    order = np.arange(k) % MOST
+    lab, rgb = palette(min(k, MAX_COLORS))
+    order = np.arange(k) % MAX_COLORS
     near = (links + links.T > 0) & ~np.eye(k, dtype=bool)
-    clash = 1 / np.maximum(_distances(lab), 1e-3) ** 2
-    if k <= MOST and near.any():
+    clash = 1 / np.maximum(_distance(lab[:, None], lab[None]), 1e-3) ** 2
+    if k <= MAX_COLORS and near.any():
         order = _arranged(near.astype(float), clash)
     return np.asarray(rgb[order])
 
 
 @cache
 def palette(k: int) -> tuple[Array, Array]:
-    """As many colors as wanted, each as far from the earlier ones as can be.
+    """K colors, each as distant from the previous ones as possible.
 
-    Neither so light that they fade on white, nor so dark or gray that lines and halos hide in
-    them. OKLab (k, 3) float64, and sRGB (k, 3) uint8.
+    They are dark enough for a white background, and light and saturated enough for black lines
+    and translucent halos on them.
+
+    Returns:
+        (k, 3) float64 OKLab and (k, 3) uint8 sRGB colors.
     """
     lab, rgb = _candidates()
     first = int(np.argmin(np.abs(rgb - np.array([0.20, 0.47, 0.80])).sum(axis=1)))
     chosen, nearest = [first], np.full(len(lab), np.inf)
     while len(chosen) < k:
-        nearest = np.minimum(nearest, _apart(lab, lab[chosen[-1]]))
+        nearest = np.minimum(nearest, _distance(lab, lab[chosen[-1]]))
         chosen.append(int(nearest.argmax()))
     return lab[chosen], np.round(rgb[chosen] * 255).astype(np.uint8)
 
 
 def _candidates() -> tuple[Array, Array]:
-    """Colors on a grid of lightness, chroma and hue that a screen can show: OKLab and sRGB."""
+    """OKLab and sRGB colors on a grid of lightness, chroma and hue, those inside sRGB."""
     light, chroma, hue = np.meshgrid(
         np.linspace(0.52, 0.86, 9),
         np.linspace(0.08, 0.165, 6),
@@ -79,20 +83,21 @@ def _candidates() -> tuple[Array, Array]:
     return lab, np.where(linear <= 0.0031308, 12.92 * linear, curve)
 
 
-def _apart(some: Array, other: Array) -> Array:
-    """Distances between OKLab colors: the smaller of the two kinds of eyes."""
+def _distance(some: Array, other: Array) -> Array:
+    """Distance of OKLab colors: the smaller one of the two kinds of vision."""
     difference = some - other
-    dull = difference * np.array([1.0, RED_GREEN, 1.0])
-    plain, blind = np.linalg.norm(difference, axis=-1), np.linalg.norm(dull, axis=-1)
-    return np.asarray(np.minimum(plain, 1.5 * blind))
-
-
-def _distances(lab: Array) -> Array:
-    return _apart(lab[:, None], lab[None])
+    reduced = difference * np.array([1.0, RED_GREEN, 1.0])
+    normal, blind = np.linalg.norm(difference, axis=-1), np.linalg.norm(reduced, axis=-1)
+    return np.asarray(np.minimum(normal, 1.5 * blind))
 
 
 def _arranged(near: Array, clash: Array) -> Array:
-    """Which color each shard takes: swaps of two as long as neighbors clash less."""
+    """(k,) color of each shard: colors are swapped as long as neighbors clash less.
+
+    Args:
+        near: (k, k) 1.0 between shards that exchange rows.
+        clash: (k, k) cost of two colors on neighbors.
+    """
     k = len(near)
     order = np.arange(k)
     for _ in range(6):
@@ -108,13 +113,12 @@ def _arranged(near: Array, clash: Array) -> Array:
 
 
 def _gains(near: Array, clash: Array, order: Array, a: int) -> Array:
-    """(k,) how much less neighbors clash if shard a swaps colors with each shard."""
-    worn = clash[order][:, order].copy()  # clash of the colors that shards i and j wear
-    np.fill_diagonal(worn, 0.0)
-    now = (near * worn).sum(axis=1)
-    then = near[a] @ worn + near @ worn[:, a]  # shard a in their colors, they in that of a
-    # Where a and b are neighbors their own pair is counted against itself: put it back.
-    own = near[a] * worn[a]
-    gain = now[a] + now - own - (then + own)
+    """(k,) decrease of the cost if shard a swaps colors with each shard."""
+    cost = clash[order][:, order].copy()  # cost of the current colors of shards i and j
+    np.fill_diagonal(cost, 0.0)
+    now = (near * cost).sum(axis=1)
+    then = near[a] @ cost + near @ cost[:, a]  # a with the color of b, b with the color of a
+    pair = near[a] * cost[a]  # does not change; counted twice in now, left out in then
+    gain = now[a] + now - pair - (then + pair)
     gain[a] = 0.0
     return np.asarray(gain)

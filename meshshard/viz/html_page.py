@@ -1,4 +1,4 @@
-"""Page: a scene as one HTML file, with its title and legend written over it."""
+"""HTML page: a scene that can be rotated in a browser, with its title and legend, in one file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from meshshard.mesh import Array
 
 __all__ = ["write_page"]
 
+# vtk.js asks for icons at kitware.github.io; the policy forbids every request to a server.
+ICONS = "https://kitware.github.io/vtk-js/icon/"
+OFFLINE = (
+    '<meta http-equiv="Content-Security-Policy" '
+    "content=\"default-src 'unsafe-inline' 'unsafe-eval' data: blob:\">"
+)
 STYLE = """
 .content { position: fixed; inset: 0; }
-.over { position: fixed; z-index: 10; font: 14px/1.5 system-ui, sans-serif; color: #1a1a1a;
+.text { position: fixed; z-index: 10; font: 14px/1.5 system-ui, sans-serif; color: #1a1a1a;
   background: rgba(255, 255, 255, 0.8); padding: 8px 12px; border-radius: 6px; }
-.over b { font-size: 17px; }
+.text b { font-size: 17px; }
 .title { top: 10px; left: 10px; pointer-events: none; }
 .legend { top: 10px; right: 10px; max-height: calc(100vh - 40px); overflow-y: auto;
   white-space: pre; }
@@ -33,30 +39,31 @@ def write_page(made: Any, path: Path, lines: list[str], legend: list[str], color
 
     Args:
         made: the plotter; it is closed.
-        path: of the file.
-        lines: a title, then notes.
-        legend: a heading, then a text for each color; no legend where there is none.
+        path: HTML file to write.
+        lines: the title, then the notes.
+        legend: a heading, then an entry for each color; a heading alone is not written.
         colors: (n, 3) uint8.
 
     Raises:
-        RenderError: the package that writes it is missing.
+        RenderError: the package that writes the page is missing.
     """
-    scene = _viewer(made)
+    viewer = _viewer(made)
     made.close()
     title = escape(lines[0])
     notes = "".join(f"<br>{escape(note)}" for note in lines[1:])
-    over = f'<div class="over title"><b>{title}</b>{notes}</div>{_legend(legend, colors)}'
-    head, tag, tail = scene.rpartition("</body>")
+    text = f'<div class="text title"><b>{title}</b>{notes}</div>{_legend(legend, colors)}'
+    head, tag, tail = viewer.rpartition("</body>")
+    head = head.replace(ICONS, "data:,").replace("<head>", f"<head>{OFFLINE}", 1)
     head = re.sub("<title>.*?</title>", lambda _: f"<title>{title}</title>", head, count=1)
-    page = f'{head}<style>{STYLE}</style><div class="content"></div>{over}{tag}{tail}'
+    page = f'{head}<style>{STYLE}</style><div class="content"></div>{text}{tag}{tail}'
     path.write_text(page, encoding="utf-8")
 
 
 def _viewer(made: Any) -> str:
-    """A page with the scene in it and the program that shows it, from trame-vtk's own parts.
+    """A page with the scene and vtk.js, which draws it.
 
-    Its server, which PyVista would start for this, opens a port and asks the network for files
-    that no page needs.
+    PyVista's `export_html` writes the same page through a web server: it needs nine more packages
+    and opens a port that stays open. Titles, labels and legends are missing in both.
     """
     try:
         from trame_vtk.modules.vtk import serializers
@@ -64,7 +71,7 @@ def _viewer(made: Any) -> str:
     except ImportError:
         made.close()
         raise RenderError(
-            "writing HTML needs one more package: pip install 'meshshard[html]'"
+            "writing HTML needs the package trame-vtk: pip install 'meshshard[html]'"
         ) from None
     made.render()
     window = made.render_window
@@ -93,4 +100,4 @@ def _legend(texts: list[str], colors: Array) -> str:
         f'<div><i style="background: rgb({r}, {g}, {b})"></i>{escape(text)}</div>'
         for text, (r, g, b) in zip(texts[1:], colors.tolist(), strict=False)
     )
-    return f'<div class="over legend">{escape(texts[0])}{rows}</div>' if rows else ""
+    return f'<div class="text legend">{escape(texts[0])}{rows}</div>' if rows else ""

@@ -1,0 +1,61 @@
+"""Camera: the direction from which a picture shows a mesh, and the zoom at which it fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshshard.mesh import Array
+
+__all__ = ["default_direction", "fit", "view_axes"]
+
+
+def default_direction(points: Array) -> Array:
+    """(3,) direction from the mesh to the eye: from the front, the side and above.
+
+    A flat mesh is seen along its normal.
+    """
+    extent = np.ptp(points, axis=0)
+    flat = extent <= 1e-3 * extent.max()
+    return np.asarray(flat, float) if flat.any() else np.array([-0.8, -1.0, 0.6])
+
+
+def view_axes(direction: Array, up: tuple[float, float, float] = (0.0, 0.0, 1.0)) -> Array:
+    """(3, 3) unit vectors to the right, up, and towards the eye.
+
+    Args:
+        direction: (3,) from the mesh to the eye.
+        up: what points up in the picture; y, then x, if `direction` is parallel to it.
+    """
+    towards = np.asarray(direction, float) / np.linalg.norm(direction)
+    wanted = [np.asarray(up, float), np.array([0.0, 1.0, 0.0]), np.array([1.0, 0.0, 0.0])]
+    right = next(r for r in (np.cross(u, towards) for u in wanted) if np.linalg.norm(r) > 0.2)
+    right /= np.linalg.norm(right)
+    return np.stack([right, np.cross(towards, right), towards])
+
+
+def fit(made: Any, points: Array, axes: Array, margins: tuple[float, float]) -> None:
+    """Set a plotter's camera to a parallel projection in which the points fill the window.
+
+    PyVista's `camera.tight` does so for views along an axis only, and its `reset_camera` fits
+    the sphere around the bounding box, which leaves up to half of the window empty.
+
+    Args:
+        made: the plotter.
+        points: (n, 3) points that must be visible.
+        axes: (3, 3) from `view_axes`.
+        margins: free fractions of the width at the right and of the height at the top.
+    """
+    seen = points @ axes.T
+    low, high = seen.min(axis=0), seen.max(axis=0)
+    aspect = np.array([made.window_size[0] / made.window_size[1], 1.0])
+    free = aspect * (1 - np.array(margins))
+    half = 0.53 * max(float(((high - low)[:2] / free).max()), 1e-30)  # of the window's height
+    middle = (low + high) / 2
+    middle[:2] += half * aspect * margins
+    eye = middle + np.array([0.0, 0.0, made.length + half])  # outside of everything drawn
+    made.camera_position = [eye @ axes, middle @ axes, axes[1]]
+    made.enable_parallel_projection()
+    made.camera.parallel_scale = half
+    made.reset_camera_clipping_range()

@@ -1,0 +1,328 @@
+"""Pictures of shards: on the mesh, exploded, or with their halos; as PNG, HTML or on screen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshshard.errors import RenderError, n_of
+from meshshard.mesh import Array, Mesh
+from meshshard.viz.annotations import (
+    add_label_plates,
+    add_labels,
+    add_legend,
+    add_title,
+    label_positions,
+    legend_columns,
+)
+from meshshard.viz.camera import fit, view_axes
+from meshshard.viz.drawing import Drawing, cut_lines, drawing_of
+from meshshard.viz.html_page import write_page
+from meshshard.viz.rendering import check_window, plotter, point_size
+from meshshard.viz.scene import Scene, Style, scene_of
+from meshshard.viz.subject import Drawable, Subject, subject_of
+
+__all__ = ["Style", "plot_shards", "view"]
+
+MAX_LEGEND = 132  # shards above which a picture has no legend
+MAX_SIZES = 24  # shards above which the legend omits the sizes
+COLORMAP = "viridis"  # of fields
+INK = "#1a1a1a"
+
+
+def plot_shards(
+    what: Drawable,
+    *,
+    field: str | None = None,
+    explode: float = 0.0,
+    halo: int | None = None,
+    style: Style | None = None,
+) -> Any:
+    """Draw a partitioned mesh: a color and a number for every shard, and the lines between them.
+
+    Surfaces are drawn as they are, solids as their outer surface, clouds as points. Shards that
+    exchange rows have colors that differ strongly. A mesh of more than `style.max_cells` cells is
+    drawn coarser, with a note in the picture.
+
+    Args:
+        what: a partition, an open folder, or the path of a folder.
+        field: color by this field instead of by shard; by the magnitude of a vector.
+        explode: move shards away from the middle, by this factor times their distance to it.
+            Each shard is drawn with its halo, translucent, in the colors of its owners.
+        halo: draw one shard with its halo rows, translucent, and the other shards in pale gray.
+        style: all other options.
+
+    Returns:
+        A pyvista Plotter: `.show()`, or `.show(screenshot="shards.png")`.
+
+    Raises:
+        RenderError: OpenGL is missing, or the field or shard does not exist.
+    """
+    return _picture(scene_of(subject_of(what), explode, halo, style or Style()), field)
+
+
+def _picture(scene: Scene, field: str | None) -> Any:
+    """A plotter with the scene, its title, legend and labels."""
+    subject, style = scene.subject, scene.style
+    listed = style.legend and field is None and subject.k <= MAX_LEGEND
+    entries = _entries(subject) if listed else []
+    right = legend_columns(entries, style.size)[1] if entries else (0.12 if field else 0.0)
+    made, body = _drawn(scene, field)
+    _aim(made, scene, body, (right, 0.09))
+    if entries:
+        add_legend(made, _heading(subject), entries, subject.colors)
+    if style.numbers:
+        add_labels(made, *label_positions(_labeled(scene, body), made))
+    add_title(made, _title(subject), _notes(scene, field))
+    return made
+
+
+def _write_html(scene: Scene, field: str | None, path: Path) -> None:
+    """Write a scene as a page in which it can be rotated; title and legend are HTML."""
+    subject, style = scene.subject, scene.style
+    made, body = _drawn(scene, field)
+    if field is not None:
+        made.remove_scalar_bar(" ")  # the page has its own
+    axes = view_axes(scene.direction, style.up)
+    made.view_vector(axes[2], viewup=axes[1], render=False)
+    if style.numbers:
+        texts, positions = label_positions(_labeled(scene, body), made)
+        add_label_plates(made, texts, positions, axes)
+    lines = [_title(subject), *_notes(scene, field)]
+    if field is None:
+        legend, colors = [_heading(subject), *_entries(subject)], subject.colors
+    else:
+        legend, colors = _color_scale(_values(subject, field)[body.rows], field)
+    write_page(made, path, lines, legend, colors)
+
+
+def _color_scale(values: Array, field: str) -> tuple[list[str], Array]:
+    """Legend of a field: its name, nine values from the largest down, and their colors."""
+    import pyvista
+
+    low, high = _color_range(values)
+    steps = np.linspace(1, 0, 9)
+    colors = pyvista.LookupTable(COLORMAP, n_values=256).values[np.round(steps * 255).astype(int)]
+    return [field, *(f"{low + s * (high - low):.4g}" for s in steps)], colors[:, :3]
+
+
+def _color_range(values: Array) -> tuple[float, float]:
+    """Range of the colors: from the 1st to the 99th percentile."""
+    known = values[np.isfinite(values)]
+    low, high = np.percentile(known, [1, 99]) if len(known) else (0.0, 1.0)
+    return float(low), float(high)
+
+
+def _aim(made: Any, scene: Scene, body: Drawing, margins: tuple[float, float]) -> None:
+    """Point the camera at the whole body, or at the one shard that is drawn with its halo."""
+    subject, style, direction = scene.subject, scene.style, scene.direction
+    points = body.mesh.points
+    if scene.halo is not None:
+        middle = (points.min(axis=0) + points.max(axis=0)) / 2
+        if style.direction is None:
+            far = subject.centers[scene.halo] < middle
+            direction = np.where(far, -np.abs(direction), np.abs(direction))
+        rows = np.append(np.flatnonzero(subject.labels == scene.halo), subject.halos[scene.halo])
+        points = subject.positions[rows] + scene.shift[scene.halo]
+        margins = (margins[0] + 0.1, margins[1] + 0.15)
+    fit(made, points, view_axes(direction, style.up), margins)
+
+
+def _labeled(scene: Scene, body: Drawing) -> Drawing:
+    """The shards that get a label."""
+    if scene.halo is None:
+        return body
+    return body.subset(np.flatnonzero(body.shard == scene.halo))
+
+
+def _drawn(scene: Scene, field: str | None) -> tuple[Any, Drawing]:
+    """A plotter with shards, halos and lines, and the drawing of the shards where they are."""
+    style = scene.style
+    made = plotter(style.size, flat=style.flat, hidden=style.off_screen)
+    body = scene.body.moved(scene.shift)
+    if scene.halo is None:
+        _add_body(made, scene, body, field)
+    else:
+        mine = body.shard == scene.halo
+        _add_body(made, scene, body.subset(np.flatnonzero(mine)), field)
+        _add_others(made, scene, body.subset(np.flatnonzero(~mine)))
+    for shard in scene.shards_with_halo:
+        _add_halo(made, scene, shard)
+    if style.lines:
+        _add_lines(made, scene)
+    return made, body
+
+
+def _notes(scene: Scene, field: str | None) -> list[str]:
+    """Lines below the title."""
+    notes = list(scene.notes)
+    if field is not None:
+        notes.append(f"color: {field}")
+    if scene.halo is not None:
+        n = len(scene.subject.halos[scene.halo])
+        notes.append(
+            f"shard {scene.halo}; translucent: its halo, {n_of(n, 'rows')} of other shards"
+        )
+    elif scene.shards_with_halo:
+        notes.append("translucent: the halo of each shard, rows of other shards")
+    return notes
+
+
+def _heading(subject: Subject) -> str:
+    return f"shard   {subject.entity}" if subject.k <= MAX_SIZES else "shard"
+
+
+def _entries(subject: Subject) -> list[str]:
+    """Entries of the legend."""
+    if subject.k > MAX_SIZES:
+        return [str(p) for p in range(subject.k)]
+    return [f"{p:>2}    {n:,}" for p, n in enumerate(subject.sizes)]
+
+
+def _title(subject: Subject) -> str:
+    name, n = Path(subject.name).name, len(subject.labels)
+    return f"{name}: {n_of(n, subject.entity)} in {n_of(subject.k, 'shards')}"
+
+
+def _add_body(made: Any, scene: Scene, body: Drawing, field: str | None) -> None:
+    """Add shards, colored by shard or by a field."""
+    from meshshard.io import to_pyvista
+
+    subject, style = scene.subject, scene.style
+    shown = to_pyvista(body.mesh)
+    options: dict[str, Any] = {"reset_camera": False, **_light(style)}
+    if not body.mesh.n_cells:
+        options |= {"render_points_as_spheres": True, "point_size": point_size(len(body))}
+    if field is None:
+        shown["color"] = subject.colors[body.shard]
+        made.add_mesh(shown, scalars="color", rgb=True, **options)
+        return
+    shown["value"] = _values(subject, field)[body.rows]
+    bar = {"title": " ", "vertical": True, "n_labels": 5, "fmt": "%.4g", "color": "black"}
+    bar |= {"position_x": 0.9, "position_y": 0.2, "height": 0.6, "width": 0.05}
+    clim = _color_range(shown["value"])
+    made.add_mesh(shown, scalars="value", cmap=COLORMAP, clim=clim, scalar_bar_args=bar, **options)
+
+
+def _values(subject: Subject, field: str) -> Array:
+    """(n_cells,) float64 values of a field (per point of a cloud); magnitudes of vectors."""
+    mesh = subject.solid
+    known = {**mesh.point_fields, **mesh.cell_fields}
+    if field not in known:
+        have = ", ".join(known) or "none"
+        raise RenderError(f"{subject.name}: field {field!r} does not exist; fields: {have}")
+    values = known[field].astype(np.float64)
+    if values.ndim > 1:
+        values = np.linalg.norm(values.reshape(len(values), -1), axis=1)
+    if mesh.n_cells and field not in mesh.cell_fields:
+        corners = values[mesh.connectivity]
+        values = np.add.reduceat(corners, mesh.offsets[:-1]) / np.diff(mesh.offsets)
+    return values
+
+
+def _add_others(made: Any, scene: Scene, body: Drawing) -> None:
+    """Add the shards around the one that is drawn with its halo, in pale gray."""
+    from meshshard.io import to_pyvista
+
+    made.add_mesh(
+        to_pyvista(body.mesh),
+        color="gray",
+        opacity=(0.4, 0.4, 0.12, 0.03)[scene.subject.solid.dim],
+        point_size=0.6 * point_size(len(scene.body)),
+        reset_camera=False,
+    )
+
+
+def _add_halo(made: Any, scene: Scene, shard: int) -> None:
+    """Add the halo of a shard, translucent, in the colors of the owners of its rows."""
+    from meshshard.io import to_pyvista
+
+    subject = scene.subject
+    mesh, rows = subject.solid, scene.halo_rows(shard)
+    if not len(rows):
+        return
+    cloud = mesh if subject.entity == "cells" else Mesh(points=mesh.points)
+    halo = drawing_of(cloud, rows, np.zeros(len(rows), np.int64))
+    halo = replace(halo, shard=np.full(len(halo), shard)).moved(scene.shift)
+    shown = to_pyvista(halo.mesh)
+    shown["color"] = subject.colors[subject.labels[halo.rows]]
+    made.add_mesh(
+        shown,
+        scalars="color",
+        rgb=True,
+        opacity=0.4,
+        render_points_as_spheres=not cloud.n_cells,
+        point_size=1.4 * point_size(len(subject.labels)),
+        reset_camera=False,
+        **_light(scene.style),
+    )
+
+
+def _light(style: Style) -> dict[str, Any]:
+    """Options of `add_mesh`: weak shading, so that both shape and colors are visible."""
+    if style.flat:
+        return {"lighting": False}
+    return {"lighting": True, "ambient": 0.45, "diffuse": 0.62, "specular": 0.0}
+
+
+def _add_lines(made: Any, scene: Scene) -> None:
+    """Add the edges between shards, on both sides if shards are moved."""
+    import pyvista
+
+    body = scene.body
+    ends, sides = cut_lines(body.mesh, body.shard)
+    if scene.halo is not None:
+        mine = (sides == scene.halo).any(axis=1)
+        ends, sides = ends[mine], sides[mine]
+    if not len(ends):
+        return
+    both = [0, 1] if scene.shift.any() else [0]
+    points = [body.mesh.points[ends] + scene.shift[sides[:, s]][:, None] for s in both]
+    lines = pyvista.line_segments_from_points(np.concatenate(points).reshape(-1, 3))
+    made.add_mesh(lines, color=INK, line_width=2, lighting=False, reset_camera=False)
+
+
+def view(
+    folder: Drawable,
+    *,
+    png: str | Path | None = None,
+    html: str | Path | None = None,
+    show: bool = False,
+    explode: float = 0.0,
+    field: str | None = None,
+) -> list[Path]:
+    """Draw a folder of shards into files or a window, as `meshshard view` does.
+
+    Args:
+        folder: its path, or anything else that `plot_shards` draws.
+        png: picture to write.
+        html: page to write, in which the scene can be rotated: a single file that needs no
+            network.
+        show: open a window.
+        explode: move shards away from the middle, see `plot_shards`.
+        field: color by this field.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        RenderError: OpenGL, the display or the package for HTML is missing.
+    """
+    scene = scene_of(subject_of(folder), explode, None, Style(off_screen=True))
+    written = []
+    if html is not None:
+        _write_html(scene, field, Path(html))
+        written.append(Path(html))
+    if png is not None:
+        made = _picture(scene, field)
+        made.screenshot(str(png))
+        made.close()
+        written.append(Path(png))
+    if show:
+        check_window()
+        scene.style = Style()
+        _picture(scene, field).show()
+    return written
