@@ -424,7 +424,7 @@ def _reason(mesh: Mesh, on: str) -> str:
         return "cells and points have fields"
     if mesh.cell_fields:
         return "cells have fields"
-    return "only points have fields" if mesh.point_fields else "there are no fields"
+    return "only points have fields" if mesh.point_fields else "no fields"
 
 
 def _one_line(path: str, error: BaseException) -> str:

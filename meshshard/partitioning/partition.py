@@ -297,7 +297,7 @@ def partition(
         mesh: a Mesh, a Graph, a PyVista dataset, or the path of a file.
         parts: number of shards, or the share of the load of each, e.g. [2, 1, 1].
         on: what to shard: "cells", "points", or "auto", which takes points if only points have
-            fields or there are no cells, else cells.
+            fields or the mesh has no cells, else cells.
         method: a name ("metis", "morton", "rcb", "random"); a partitioner such as
             Metis(objective="cut"); labels (n,) or the path of a file of labels; or a function
             (graph, parts) -> labels. METIS if None.
@@ -352,7 +352,7 @@ def partition(
 def entity_of(mesh: Mesh, on: str = "auto") -> str:
     """What to shard: "cells" or "points".
 
-    "auto" is points if only points have fields or there are no cells, else cells.
+    "auto" is points if only points have fields or the mesh has no cells, else cells.
 
     Raises:
         PartitionError: `on` is unknown, or "cells" for a mesh without cells.

@@ -85,7 +85,7 @@ def load(path: str | Path) -> Folder:
     """Open a folder of shards; only the manifest is read.
 
     Raises:
-        StoreError: there is no such folder, it is incomplete or damaged, or was written by a newer
+        StoreError: the folder does not exist, is incomplete or damaged, or was written by a newer
             meshshard.
     """
     folder = Path(path)

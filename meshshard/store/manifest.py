@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a complete folder of shards, validated.
 
     Raises:
-        StoreError: there is no such folder, it is incomplete or damaged, or has another schema.
+        StoreError: the folder does not exist, is incomplete or damaged, or has another schema.
     """
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
