@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
 from meshshard.mesh.arrays import Array
 
-__all__ = ["gather_rows", "no_rows", "offsets_of", "ranges"]
+__all__ = ["gather_rows", "no_rows", "offsets_of", "ranges", "scatter_rows"]
 
 
 def offsets_of(counts: Array) -> Array:
@@ -33,3 +35,23 @@ def gather_rows(values: Array, offsets: Array, rows: Array) -> tuple[Array, Arra
     """The chosen rows of a ragged array: their values, concatenated, and their offsets."""
     starts, stops = offsets[rows], offsets[rows + 1]
     return values[ranges(starts, stops)], offsets_of(stops - starts)
+
+
+def scatter_rows(
+    parts: Sequence[tuple[Array, Array]], values: Iterable[Array], n: int
+) -> tuple[Array, Array]:
+    """The inverse of `gather_rows`: values and offsets of a ragged array of ids, from its parts.
+
+    Args:
+        parts: for each part, its rows in the result, and its offsets.
+        values: the values of each part.
+        n: number of rows of the result.
+    """
+    counts = np.zeros(n, np.int64)
+    for rows, part_offsets in parts:
+        counts[rows] = np.diff(part_offsets)
+    offsets = offsets_of(counts)
+    out = np.empty(offsets[-1], np.int64)
+    for (rows, _), part_values in zip(parts, values, strict=True):
+        out[ranges(offsets[rows], offsets[rows + 1])] = part_values
+    return out, offsets

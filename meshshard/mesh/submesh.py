@@ -10,7 +10,7 @@ import numpy as np
 from meshshard.errors import MeshError
 from meshshard.mesh.arrays import Array
 from meshshard.mesh.mesh import Faces, Mesh
-from meshshard.mesh.ragged import gather_rows, offsets_of, ranges
+from meshshard.mesh.ragged import gather_rows, offsets_of, ranges, scatter_rows
 
 __all__ = ["Piece", "assemble", "extract"]
 
@@ -73,19 +73,18 @@ def assemble(pieces: Sequence[Piece], n_cells: int, n_points: int, name: str = "
     _check_cover(pieces, n_cells, n_points, name)
     first = pieces[0].mesh
     points = np.empty((n_points, 3), first.points.dtype)
-    count = np.zeros(n_cells, np.int64)
     types = np.zeros(n_cells, np.uint8)
     origin = None if first.cell_origin is None else np.empty(n_cells, np.int64)
     for piece, cells, rows in pieces:
         points[rows] = piece.points
-        count[cells] = np.diff(piece.offsets)
         types[cells] = piece.types
         if origin is not None and piece.cell_origin is not None:
             origin[cells] = piece.cell_origin
-    offsets = offsets_of(count)
-    connectivity = np.empty(offsets[-1], np.int64)
-    for piece, cells, rows in pieces:
-        connectivity[ranges(offsets[cells], offsets[cells + 1])] = rows[piece.connectivity]
+    connectivity, offsets = scatter_rows(
+        [(p.cells, p.mesh.offsets) for p in pieces],
+        (p.points[p.mesh.connectivity] for p in pieces),
+        n_cells,
+    )
     return Mesh(
         points=points,
         connectivity=connectivity,
@@ -139,22 +138,17 @@ def _fields(parts: list[tuple[Mapping[str, Array], Array]], n: int, name: str) -
 
 def _assemble_faces(pieces: Sequence[Piece], n_cells: int) -> Faces | None:
     """Faces of all polyhedra, cell by cell."""
-    if all(p.mesh.faces is None for p in pieces):
+    parts = [(p, p.mesh.faces) for p in pieces if p.mesh.faces is not None]
+    if not parts:
         return None
     per_cell = np.zeros(n_cells, np.int64)
-    for piece in pieces:
-        if piece.mesh.faces is not None:
-            per_cell[piece.cells] = np.diff(piece.mesh.faces.cell_offsets)
+    for piece, faces in parts:
+        per_cell[piece.cells] = np.diff(faces.cell_offsets)
     cell_offsets = offsets_of(per_cell)
-    per_face = np.zeros(cell_offsets[-1], np.int64)
-    places = [ranges(cell_offsets[p.cells], cell_offsets[p.cells + 1]) for p in pieces]
-    for piece, place in zip(pieces, places, strict=True):
-        if piece.mesh.faces is not None:
-            per_face[place] = np.diff(piece.mesh.faces.offsets)
-    offsets = offsets_of(per_face)
-    connectivity = np.empty(offsets[-1], np.int64)
-    for piece, place in zip(pieces, places, strict=True):
-        if piece.mesh.faces is not None:
-            corners = ranges(offsets[place], offsets[place + 1])
-            connectivity[corners] = piece.points[piece.mesh.faces.connectivity]
+    starts, stops = cell_offsets[:-1], cell_offsets[1:]
+    connectivity, offsets = scatter_rows(
+        [(ranges(starts[p.cells], stops[p.cells]), f.offsets) for p, f in parts],
+        (p.points[f.connectivity] for p, f in parts),
+        int(cell_offsets[-1]),
+    )
     return Faces(cell_offsets, offsets, connectivity)
