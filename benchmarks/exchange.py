@@ -8,16 +8,14 @@ one run, the slowest rank counting; memory is the peak above the process after i
 small step, with MALLOC_MMAP_THRESHOLD_=65536, without which glibc hides what was freed.
 """
 
-import argparse
 import math
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from groups import Call, above, columns, environment, on_ranks
-from measure import Record, compared, in_child, limited, run
+from groups import Call, above, columns, environment, on_ranks, timed_together
+from measure import Record, arguments, at_least, compared, in_child, limited, run, verdict
 from meshes import poly_surface
 
 POLYGONS, PARTS, CHANNELS = 1_000_000, 8, 128
@@ -28,13 +26,8 @@ Tables = Iterator[tuple[str, list[Record]]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser = arguments(__doc__, SECTIONS, "exchange.json")
     parser.add_argument("--polygons", type=int, default=POLYGONS)
-    results = Path(__file__).parent / "results" / "exchange.json"
-    parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
     run(SECTIONS, given, given.polygons)
 
@@ -43,28 +36,6 @@ def _partitioned(n: int, folder: Path) -> None:
     from meshshard.partitioning.partition import partition
 
     partition(poly_surface(n), PARTS).save(folder)
-
-
-def timed_together(rounds: int, calls: Sequence[Call]) -> list[list[float]]:
-    """Milliseconds of each call in turn, of the slowest rank; all start together.
-
-    Every other round goes backwards, so that none always finds what another has left in caches.
-    """
-    import torch
-    import torch.distributed as dist
-
-    table = []
-    for i in range(rounds):
-        times = [0.0] * len(calls)
-        for j in range(len(calls))[:: 1 if i % 2 else -1]:
-            dist.barrier()
-            start = time.perf_counter()
-            calls[j]()
-            times[j] = time.perf_counter() - start
-        slowest = torch.tensor(times, dtype=torch.float64) * 1e3
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        table.append(slowest.tolist())
-    return table
 
 
 # ----------------------------------------------------------------------------------------- exchange
@@ -115,8 +86,8 @@ def _exchange(shards: Path) -> tuple[list[Record], Record]:
         compared("joined behind owned rows, against the same + cat", joined, both, 1.15),
     ]
     counts = {"owned rows": plan.n_owned, "halo rows": plan.n_halo, "sent rows": sum(plan.send)}
-    met = "yes" if sent.bytes == due else "NO"
-    return rows, {"rank": domain.rank, **counts, "bytes": sent.bytes, "plan": due, "met": met}
+    counts |= {"bytes": sent.bytes, "plan": due}
+    return rows, {"rank": domain.rank, **counts, **verdict("= plan", sent.bytes == due, gate=True)}
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -133,7 +104,7 @@ def memory(polygons: int) -> Tables:
     for k in (2, 4):
         for rank, (peak, own, halo) in enumerate(found[k]):
             due = whole / owned * (own + halo)
-            row = compared(f"rank {rank} of {k}", peak, due, 1.1)
+            row = compared(f"rank {rank} of {k}", peak, due, 1.1, gate=True)
             rows.append({"what": row.pop("what"), "owned rows": own, "halo rows": halo, **row})
     title = f"peak of a training step, {n:,} polygons, against the serial peak a row ({whole:.0f}"
     yield f"{title} MiB) times local rows: MiB", rows
@@ -189,8 +160,7 @@ def speedup(polygons: int, rows: int = 400_000) -> Tables:
         one, alone, ours = on_ranks(2, _speeds, rows)[0]
     row = {"one rank ms": one, "two independent ms": alone, "two ranks ms": ours}
     row |= {"speed-up of two independent": one / alone, "speed-up": one / ours}
-    met = "yes" if alone / ours >= 0.92 else "NO"
-    row |= {"ratio": alone / ours, "target": ">= 0.92", "met": met}
+    row |= at_least(alone / ours, 0.92)
     yield f"MLP forward + backward, {rows:,} x {WIDTH} rows, 2 ranks x 1 thread", [row]
 
 
@@ -265,7 +235,7 @@ def _weak() -> Iterator[Record]:
         base = found[2 if what == "sent bytes" else 1][0][column]
         for k in (2, 4):
             most = max(answer[column] for answer in found[k])
-            row = compared(f"{what}, {k} ranks", most, base, 1.05)
+            row = compared(f"{what}, {k} ranks", most, base, 1.05, gate=True)
             yield row | {"peer": base}
 
 

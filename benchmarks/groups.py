@@ -112,6 +112,28 @@ def _one(call: Call, loops: int, clock: Callable[[], float]) -> float:
     return (clock() - start) / loops * 1e6
 
 
+def timed_together(rounds: int, calls: Sequence[Call]) -> list[list[float]]:
+    """Milliseconds of each call in turn, of the slowest rank; all start together.
+
+    Every other round goes backwards, so that none always finds what another has left in caches.
+    """
+    import torch
+    import torch.distributed as dist
+
+    table = []
+    for i in range(rounds):
+        times = [0.0] * len(calls)
+        for j in range(len(calls))[:: 1 if i % 2 else -1]:
+            dist.barrier()
+            start = time.perf_counter()
+            calls[j]()
+            times[j] = time.perf_counter() - start
+        slowest = torch.tensor(times, dtype=torch.float64) * 1e3
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        table.append(slowest.tolist())
+    return table
+
+
 def columns(rounds: Sequence[Sequence[float]]) -> list[float]:
     """Medians of what was measured in turn."""
     return [statistics.median(column) for column in zip(*rounds, strict=True)]

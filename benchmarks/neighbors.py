@@ -9,15 +9,13 @@ of a process, and disturbed less by other work on the machine. One rank makes a 
 scipy the table of neighbors alone.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from groups import Call, environment, on_ranks
-from measure import Record, compared, in_child, limited, run
+from measure import Record, arguments, at_least, compared, in_child, limited, run
 
 POINTS, NEIGHBORS = 1_000_000, 16
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
@@ -26,14 +24,9 @@ Tables = Iterator[tuple[str, list[Record]]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser = arguments(__doc__, SECTIONS, "neighbors.json")
     parser.add_argument("--points", type=int, default=POINTS)
     parser.add_argument("--rounds", type=int, default=3)
-    results = Path(__file__).parent / "results" / "neighbors.json"
-    parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
     run(SECTIONS, given, given.points, given.rounds)
 
@@ -122,8 +115,7 @@ def speedup(points: int, rounds: int) -> Tables:
         for i, unit in enumerate(("s", "CPU s")):
             row: Record = {"what": f"{kind}, {unit}", "one rank": one[i], "two alone": alone[i]}
             row |= {"two ranks": ours[i], "gain alone": one[i] / alone[i]}
-            row |= {"gain": one[i] / ours[i], "ratio": alone[i] / ours[i], "target": ">= 0.85"}
-            rows.append(row | {"met": "yes" if alone[i] / ours[i] >= 0.85 else "NO"})
+            rows.append(row | {"gain": one[i] / ours[i]} | at_least(alone[i] / ours[i], 0.85))
     yield f"{points:,} points cut along a Morton curve, k = {NEIGHBORS}, ranks of one thread", rows
 
 

@@ -9,7 +9,6 @@ where the command line is measured. METIS' default call is pymetis.part_graph(k,
 with METIS' own options.
 """
 
-import argparse
 import functools
 import importlib.util
 import math
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import Record, Stages, alternately, compared, in_child, limited, run, spent
+from measure import Record, Stages, alternately, arguments, compared, in_child, limited, run, spent
 from meshes import GENERATORS
 
 from meshshard.errors import MeshWarning
@@ -43,13 +42,8 @@ warnings.simplefilter("ignore", MeshWarning)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, SECTIONS, "partition.json")
     parser.add_argument("--size", type=int, default=LARGE, help="cells of the largest mesh")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    results = Path(__file__).parent / "results" / "partition.json"
-    parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
     run(SECTIONS, given, given.size)
 

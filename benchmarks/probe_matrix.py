@@ -324,12 +324,19 @@ def tabled(found: Found) -> list[Record]:
         for case in (c for c in cases if c in probed):
             row: Record = {"family": family, "operation": case}
             for library in libraries:
-                if library == "meshshard":
-                    row[library] = worst(found, library, case, KINDS)
-                    continue
-                row |= {f"{library}, {k}": worst(found, library, case, (k,)) for k in KINDS}
+                row |= {
+                    column: worst(found, library, case, kinds)
+                    for column, kinds in columns(library).items()
+                }
             rows.append(row)
     return rows
+
+
+def columns(library: str) -> dict[str, tuple[str, ...]]:
+    """Columns of a library and the kinds of sizes in each: one for ours, one a kind for a peer."""
+    if library == "meshshard":
+        return {library: KINDS}
+    return {f"{library}, {kind}": (kind,) for kind in KINDS}
 
 
 def worst(found: Found, library: str, case: str, kinds: tuple[str, ...]) -> str:

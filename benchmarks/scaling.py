@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groups import Call, environment, on_ranks
-from measure import Record, in_child, run
+from measure import Record, arguments, in_child, run
 from meshes import poly_surface
 
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
@@ -42,14 +42,9 @@ class Found(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser = arguments(__doc__, SECTIONS, "scaling.json")
     parser.add_argument("--polygons", type=int, default=LARGE, help="of the projection")
     parser.add_argument("--points", type=int, default=POINTS, help="of the three steps")
-    results = Path(__file__).parent / "results" / "scaling.json"
-    parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
     run(SECTIONS, given, given)
 

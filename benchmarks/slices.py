@@ -9,14 +9,12 @@ least of all rounds; memory is the peak above what the process has before. A ste
 compared, in wall time, with the same model on local tensors with one all-reduce a layer by hand.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from groups import above, environment, in_turn, on_ranks
-from measure import Record, compared, limited, run
+from measure import Record, arguments, compared, limited, run
 
 ROWS, ROUNDS = 100_000, 5
 SMALL_ROWS = 20_000  # of the training section: the peer takes 157 kB a row
@@ -30,13 +28,8 @@ TRIM = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # else freed memory stays, and peaks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser = arguments(__doc__, SECTIONS, "slices.json")
     parser.add_argument("--rows", type=int, default=ROWS)
-    results = Path(__file__).parent / "results" / "slices.json"
-    parser.add_argument("--json", type=Path, default=results, metavar="OUT")
     given = parser.parse_args()
     run(SECTIONS, given, given.rows)
 
@@ -198,7 +191,9 @@ def attention(rows: int) -> Tables:
             }
         for name in ("ours", "weights kept"):
             wanted = most[2] if name == "ours" else None
-            table.append(compared(f"{way}, {name}: kB a row", kb[name], kb["peer"], wanted))
+            table.append(
+                compared(f"{way}, {name}: kB a row", kb[name], kb["peer"], wanted, gate=True)
+            )
         yield "slice attention of {} channels, {} heads, {} slices".format(*sizes), table
 
 
@@ -211,7 +206,7 @@ def inference(rows: int) -> Tables:
             on_ranks(1, peak, "model", sizes, rows, way, whose)[0] for whose in ("ours", "peer")
         )
     time_row = compared("predict: us a row", found["ours"], found["peer"], 1 / 1.7)
-    memory = compared("predict: kB a row", ours, peer, 1 / 3.5)
+    memory = compared("predict: kB a row", ours, peer, 1 / 3.5, gate=True)
     yield f"inference, {LAYERS} layers, {rows:,} rows", [time_row | {"apart": apart}, memory]
 
 

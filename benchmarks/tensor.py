@@ -8,17 +8,15 @@ Compares with torch's DTensor on even shards, and with PhysicsNeMo's ShardTensor
 thread, in turn, on 2 gloo ranks with one thread each: ranks share cores with whatever else runs.
 """
 
-import argparse
 import importlib.util
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from groups import columns, environment, in_turn, on_ranks
-from measure import Record, alternately, compared, limited, run, spent
+from measure import NO_TARGET, Record, alternately, arguments, compared, limited, run, spent
 
 ROWS, WIDTH, RANKS = 64, 128, 2
 LAYERS = 4
@@ -32,12 +30,7 @@ Operation = Callable[[Any, Any, Any], Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    results = Path(__file__).parent / "results" / "tensor.json"
-    parser.add_argument("--json", type=Path, default=results, metavar="OUT")
+    parser = arguments(__doc__, SECTIONS, "tensor.json")
     given = parser.parse_args()
     run(SECTIONS, given)
 
@@ -164,8 +157,8 @@ def _share(rows: int) -> list[Record]:
         plain, _ = columns(rounds)
         (percent,) = columns([(100 * (r[1] / r[0] - 1),) for r in rounds])
         counts = name != "view" and rows >= 100_000  # a view does not work on rows
-        row = limited(f"{name}, {rows:,} rows", percent, 2.0, "%")
-        row |= {} if counts else {"target": "", "met": ""}
+        row = limited(f"{name}, {rows:,} rows", percent, 2.0, "%", gate=False)
+        row |= {} if counts else NO_TARGET
         table.append(row | {"local us": plain})
     return table
 

@@ -7,7 +7,7 @@ import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
 
-TIMEOUT = 20  # seconds a rank waits for the others
+TIMEOUT = 60  # seconds that a rank waits for the others: generous, machines are shared
 
 
 def serve(rank, size, store, pipe, timeout):

@@ -5,6 +5,7 @@ import json
 import pkgutil
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -31,21 +32,16 @@ def loaded_by(*modules: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-def order(name: str) -> tuple[bool, bool, str]:
-    """Constants, then classes, then functions; by name in each."""
-    return (not name.isupper(), not name[0].isupper(), name)
-
-
-def test_import_meshshard_is_numpy_only() -> None:
+def test_import_meshshard_loads_only_numpy() -> None:
     assert loaded_by("meshshard") == set()
 
 
-def test_the_numpy_floor_never_loads_torch() -> None:
-    floor = [name for name in MODULES if not name.startswith(TORCH_NAMES)]
-    assert loaded_by(*floor).isdisjoint({"torch", "torch_geometric"})
+def test_modules_below_comm_never_load_torch() -> None:
+    below = [name for name in MODULES if not name.startswith(TORCH_NAMES)]
+    assert loaded_by(*below).isdisjoint({"torch", "torch_geometric"})
 
 
-def test_the_command_line_starts_light() -> None:
+def test_the_command_line_loads_only_numpy() -> None:
     assert loaded_by("meshshard.cli", "meshshard.mesh") == set()
     code = (
         "import sys; from meshshard.cli import build_parser; build_parser().format_help()\n"
@@ -66,9 +62,8 @@ def test_dir_lists_the_public_names_and_modules() -> None:
         _ = meshshard.partitions
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_all_is_sorted_and_importable(name: str) -> None:
-    module = importlib.import_module(name)
-    offered = list(module.__all__)
-    assert offered == sorted(set(offered), key=order)
-    assert not [item for item in offered if not hasattr(module, item)]
+def test_names_that_modules_list_exist() -> None:
+    for name in dir(meshshard):
+        value = getattr(meshshard, name)
+        if isinstance(value, ModuleType):
+            assert not [item for item in value.__all__ if not hasattr(value, item)], name
