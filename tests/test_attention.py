@@ -275,17 +275,17 @@ REFUSED = {
         ),
     ),
     "mask by keys": (
-        "a mask is plain, or",
+        "attn_mask must be plain, or",
         lambda x, other, domain: F.scaled_dot_product_attention(
             x, x, x, attn_mask=shard(draw(N, N), domain, (3, 11), dim=1)
         ),
     ),
     "mask of other rows": (
-        "a mask of 3 rows",
+        "attn_mask has 3 rows",
         lambda x, other, domain: F.scaled_dot_product_attention(x, x, x, attn_mask=draw(3, N)),
     ),
     "mask of other keys": (
-        "a mask of 3 columns",
+        "attn_mask has 3 columns",
         lambda x, other, domain: F.scaled_dot_product_attention(x, x, x, attn_mask=draw(N, 3)),
     ),
     "bias_k": ("add a row to sharded keys", extra(add_bias_kv=True)),
@@ -297,10 +297,10 @@ def unfit_job():
     """An empty rank raises like the others, before the first message."""
     domain = init_domain()
     q, k = (shard(draw(B, H, N, n), domain, (14, 0), dim=2) for n in (D, D + 1))
-    for keys, why in ((k, "shapes do not fit"), (q.float(), "types differ")):
+    for keys, why in ((k, "one width"), (q.float(), "one dtype")):
         with pytest.raises(RuntimeError, match=why):
             F.scaled_dot_product_attention(q, keys, keys)
-    with pytest.raises(RuntimeError, match=r"with .4, 3, 3. heads"):
+    with pytest.raises(RuntimeError, match=r"got .4, 3, 3. heads"):
         F.scaled_dot_product_attention(q, *[q[:, :3]] * 2, enable_gqa=True)
 
 

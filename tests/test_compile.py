@@ -217,5 +217,7 @@ def test_one_graph_of_a_sharded_tensor_is_refused():
     torch._dynamo.reset()
     x = shard(whole(0), init_domain(), (14,))
     run = torch.compile(nn.Linear(6, 2).double(), fullgraph=True, backend="eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile what is done with own rows"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"compile a function of the owned rows"
+    ):
         run(x)
