@@ -46,7 +46,7 @@ def reduce_tokens_in_order(domain: Domain, sums: Tensor, shards: Sequence[int]) 
 
     Args:
         domain: the ranks.
-        sums: (own shards, …, width) partial sums of each shard of this rank.
+        sums: (n_owned_shards, …, width) partial sums of each shard of this rank.
         shards: number of shards of every rank.
 
     Communication: one all-to-all of k sums, forward and backward.

@@ -105,7 +105,8 @@ def _other_dims(x: ShardTensor, items: list[Any]) -> ShardTensor:
     if all(i is None or isinstance(i, (int, slice)) for i in items):
         real = [n for n, i in enumerate(items) if i is not None]
         dim = sum(not isinstance(i, int) for i in items[: real[x._dim]])
-        return apply_local(Tensor.__getitem__, x, (tuple(items),), dim=dim)
+        with native():
+            return wrap(x[tuple(items)], x._sharding, dim)
     return apply_and_follow(Tensor.__getitem__, x, (tuple(items),), {})
 
 

@@ -1,4 +1,4 @@
-"""Rules of recurrent layers: every row has a sequence of its own, which lies on one rank."""
+"""Rules of recurrent layers: the sequence of every row is on one rank."""
 
 from __future__ import annotations
 
