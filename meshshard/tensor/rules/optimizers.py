@@ -22,7 +22,7 @@ def _listed(func: Callable[..., Any]) -> Rule:
     def _rule(*args: Any, **kwargs: Any) -> Any:
         lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
         for items in zip(*(a for a in lists if a and isinstance(a[0], Tensor)), strict=False):
-            _require_same_sharding(func, items)
+            _check_position(func, items)
         with native():
             out = func(*args, **kwargs)
         if not isinstance(out, (list, tuple)):
@@ -32,7 +32,7 @@ def _listed(func: Callable[..., Any]) -> Rule:
     return _rule
 
 
-def _require_same_sharding(func: Callable[..., Any], items: tuple[Any, ...]) -> None:
+def _check_position(func: Callable[..., Any], items: tuple[Any, ...]) -> None:
     """Raise unless all tensors with dims are sharded the same way, or none is; steps have no dims.
 
     Raises:
