@@ -15,28 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-__all__ = [
-    "FLASH",
-    "FLASH_BACKWARD",
-    "FOREACH_NORM",
-    "NN",
-    "UNSCALE",
-    "called_by_ddp",
-    "called_by_dtensor",
-    "called_by_fake_tensor",
-    "called_by_vmap",
-    "current_autograd_node",
-    "foreach_functions",
-    "forward_mode_enabled",
-    "in_checkpoint",
-    "is_left_aligned",
-    "l1_loss_weight",
-    "legacy_reduction",
-    "native",
-    "not_compiled",
-    "unsupported_by_dynamo",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # --------------------------------------------------------------------------- state of the thread

@@ -13,17 +13,6 @@ from meshshard.tensor._torch_private import native
 from meshshard.tensor.shard_tensor import ShardTensor, refuse, sharded_in
 from meshshard.tensor.sharding import Sharding
 
-__all__ = [
-    "align_broadcast",
-    "global_shape",
-    "local_shape",
-    "narrow_to_owned",
-    "ndim_of",
-    "require_same_sharding",
-    "require_whole_domain",
-    "unwrap_rows",
-]
-
 
 def require_same_sharding(func: Any, args: Any, kwargs: Any = None) -> ShardTensor:
     """The first sharded argument, after a check that all have its sharding.

@@ -16,19 +16,6 @@ from torch import Tensor
 from meshshard.tensor._torch_private import FLASH, FLASH_BACKWARD
 from meshshard.tensor.keyed_random import hash_uniform
 
-__all__ = [
-    "DropoutKey",
-    "Tile",
-    "attend",
-    "attend_backward",
-    "causal_parts",
-    "has_flash_kernel",
-    "merge",
-    "tile_columns",
-    "tile_rows",
-    "zero_if_empty",
-]
-
 FLASH_ROWS = 2048  # queries in a call of the flash kernel
 COLUMNS = 1024  # keys of a tile without the kernel
 PAIRS = 2**22  # scores that are stored at once without the kernel

@@ -19,12 +19,7 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.tensor._torch_private import is_left_aligned, native
-from meshshard.tensor.align import (
-    align_broadcast,
-    narrow_to_owned,
-    ndim_of,
-    require_whole_domain,
-)
+from meshshard.tensor.align import align_broadcast, narrow_to_owned, ndim_of, require_whole_domain
 from meshshard.tensor.attention import (
     AttentionSpec,
     DropoutKey,
@@ -34,8 +29,6 @@ from meshshard.tensor.attention import (
 from meshshard.tensor.rules.random import dropout
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, refuse, sharded_in, wrap
 from meshshard.tensor.sharding import Sharding
-
-__all__ = ["RULES"]
 
 SDPA = F.scaled_dot_product_attention
 MHA = F.multi_head_attention_forward

@@ -20,8 +20,6 @@ from meshshard.tensor.align import global_shape, require_same_sharding
 from meshshard.tensor.rules.autograd import requires_grad_, set_grad
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, wrap
 
-__all__ = ["RULES"]
-
 LOCAL_ATTRIBUTES = """
 dtype device layout requires_grad grad_fn is_leaf ndim is_cuda is_cpu is_sparse is_sparse_csr
 is_quantized is_nested is_meta is_mps is_xla is_xpu is_mkldnn is_vulkan is_ipu is_maia is_mtia

@@ -16,8 +16,6 @@ from meshshard.tensor._torch_private import current_autograd_node, native
 from meshshard.tensor.align import global_shape, narrow_to_owned, require_same_sharding
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, in_user_hook, refuse, wrap
 
-__all__ = ["RULES", "requires_grad_", "set_grad"]
-
 
 def grad(x: ShardTensor) -> Any:
     """The global gradient, sharded as the tensor."""

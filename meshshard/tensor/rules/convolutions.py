@@ -15,8 +15,6 @@ from meshshard.tensor.rules.table import functions_named
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, wrap
 from meshshard.tensor.sharding import Sharding
 
-__all__ = ["RULES"]
-
 
 def _conv(func: Callable[..., Any], n: int) -> Rule:
     """The rule of ConvNd on (batch, channels, *grid), sharded by batch or along a grid dim."""

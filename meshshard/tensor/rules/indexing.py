@@ -29,8 +29,6 @@ from meshshard.tensor.shard_tensor import (
 )
 from meshshard.tensor.sharding import Sharding
 
-__all__ = ["RULES"]
-
 ALL = slice(None)
 GET, SET = "Tensor.__getitem__", "Tensor.__setitem__"
 

@@ -20,8 +20,6 @@ from meshshard.tensor.align import (
 )
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, refuse, wrap
 
-__all__ = ["RULES"]
-
 
 def _elementwise(func: Callable[..., Any]) -> Rule:
     """The rule of a loss whose terms are pointwise."""

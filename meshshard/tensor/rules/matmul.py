@@ -15,8 +15,6 @@ from meshshard.tensor.rules.pointwise import pointwise
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, wrap
 
-__all__ = ["RULES"]
-
 ALL_PAIRS = (
     "it multiplies all pairs of rows: use F.scaled_dot_product_attention if a softmax follows"
 )

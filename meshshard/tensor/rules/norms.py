@@ -16,8 +16,6 @@ from meshshard.tensor.rules.table import named
 from meshshard.tensor.shard_tensor import Rule, Sharded, apply_local, refuse
 from meshshard.tensor.tokens import accumulation_dtype
 
-__all__ = ["RULES"]
-
 
 def layer_norm(
     x: Sharded, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None,

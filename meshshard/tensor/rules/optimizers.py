@@ -13,8 +13,6 @@ from meshshard.tensor._torch_private import FOREACH_NORM, UNSCALE, foreach_funct
 from meshshard.tensor.align import local_shape, require_same_sharding
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, refuse, sharded_in, wrap
 
-__all__ = ["RULES"]
-
 
 def _listed(func: Callable[..., Any]) -> Rule:
     """The rule of a pointwise function of lists: tensors at one position have one sharding."""

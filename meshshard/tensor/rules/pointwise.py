@@ -15,8 +15,6 @@ from meshshard.tensor.align import align_broadcast
 from meshshard.tensor.rules.table import HOMES, functions_named, rowwise
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, wrap
 
-__all__ = ["RULES", "pointwise"]
-
 UNTAGGED = """
 absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh conj copy divide expit fill fix
 floor_divide gammainc gammaincc gammaln greater greater_equal hardswish isclose isreal less

@@ -20,8 +20,6 @@ from meshshard.tensor.rules.autograd import requires_grad_
 from meshshard.tensor.rules.table import rowwise
 from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, refuse, wrap
 
-__all__ = ["RULES", "dropout"]
-
 
 def _uniform(x: Sharded) -> Tensor:
     """Uniform numbers in [0, 1), float64, of the local shape of `x`."""

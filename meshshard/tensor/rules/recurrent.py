@@ -13,8 +13,6 @@ from meshshard.tensor.align import narrow_to_owned, ndim_of
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, refuse, wrap
 from meshshard.tensor.sharding import Sharding
 
-__all__ = ["RULES"]
-
 
 def _recurrent(func: Callable[..., Any]) -> Rule:
     """The rule of layers on (rows, steps, width) or (steps, rows, width), sharded by rows.

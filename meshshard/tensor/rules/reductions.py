@@ -24,8 +24,6 @@ from meshshard.tensor.shard_tensor import (
 )
 from meshshard.tensor.tokens import HALF, accumulation_dtype
 
-__all__ = ["RULES"]
-
 Dims = int | tuple[int, ...] | list[int] | None
 
 

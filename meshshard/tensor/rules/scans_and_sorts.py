@@ -12,16 +12,7 @@ from torch import Tensor
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import ndim_of
 from meshshard.tensor.rules.table import functions_named, named
-from meshshard.tensor.shard_tensor import (
-    Rule,
-    Sharded,
-    ShardTensor,
-    normalize_dim,
-    refuse,
-    wrap,
-)
-
-__all__ = ["RULES"]
+from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, normalize_dim, refuse, wrap
 
 
 def cumsum(x: Sharded, dim: int, *, dtype: Any = None) -> ShardTensor:

@@ -16,17 +16,8 @@ from meshshard.comm import Domain
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import narrow_to_owned, ndim_of, require_same_sharding
 from meshshard.tensor.rules.table import functions_named
-from meshshard.tensor.shard_tensor import (
-    Rule,
-    ShardTensor,
-    normalize_dim,
-    refuse,
-    sharded_in,
-    wrap,
-)
+from meshshard.tensor.shard_tensor import Rule, ShardTensor, normalize_dim, refuse, sharded_in, wrap
 from meshshard.tensor.tokens import reduce_tokens
-
-__all__ = ["RULES"]
 
 
 def _along_other_dims(func: Callable[..., Any], tensors_at: Sequence[int]) -> Rule:

@@ -12,8 +12,6 @@ from torch import Tensor
 from meshshard.tensor._torch_private import NN, native
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, name_of, wrap
 
-__all__ = ["HOMES", "functions_named", "named", "one_table", "rowwise"]
-
 HOMES = (torch, Tensor, F, torch.functional, torch.linalg, torch.special, NN)
 
 

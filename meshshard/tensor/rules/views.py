@@ -13,12 +13,7 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.tensor._torch_private import called_by_dtensor, native
-from meshshard.tensor.align import (
-    global_shape,
-    narrow_to_owned,
-    ndim_of,
-    require_same_sharding,
-)
+from meshshard.tensor.align import global_shape, narrow_to_owned, ndim_of, require_same_sharding
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -30,8 +25,6 @@ from meshshard.tensor.shard_tensor import (
     wrap,
 )
 from meshshard.tensor.sharding import Sharding
-
-__all__ = ["RULES", "apply_and_follow"]
 
 DTENSOR = (
     "tensor parallelism needs owned rows: by_own_rows(parallelize_module(module, ...)), if the "
