@@ -59,11 +59,19 @@ def total(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = N
     dims = _dims(x, dim)
     if x._dim not in dims:
         return _local(torch.sum, x, dims, keepdim, dtype=dtype)
+    return _global_sum(x, dims, keepdim, dtype)
+
+
+def _global_sum(
+    x: Sharded, dims: tuple[int, ...], keepdim: bool, dtype: Any, count: int | None = None
+) -> Any:
+    """The sum over all ranks, divided by a count; half precision is accumulated in float32."""
     with native():
         kept = dtype or x.dtype
         wide = accumulation_dtype(kept) if kept in HALF else dtype
         local = torch.sum(x, dims, keepdim=keepdim, dtype=wide)
     whole = x._sharding.domain.all_reduce(local)
+    whole = whole if count is None else whole / count
     return whole.to(kept) if kept in HALF else whole
 
 
@@ -78,12 +86,7 @@ def mean(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = No
     dims = _dims(x, dim)
     if x._dim not in dims:
         return _local(torch.mean, x, dims, keepdim, dtype=dtype)
-    with native():
-        kept = dtype or x.dtype
-        wide = accumulation_dtype(kept) if kept in HALF else dtype
-        local = torch.sum(x, dims, keepdim=keepdim, dtype=wide)
-    out = x._sharding.domain.all_reduce(local) / _count(x, dims)
-    return out.to(kept) if kept in HALF else out
+    return _global_sum(x, dims, keepdim, dtype, _count(x, dims))
 
 
 def nansum(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
