@@ -151,8 +151,8 @@ def rules_page() -> str:
     tensor = importlib.import_module("meshshard.tensor")
     names = importlib.import_module("meshshard.tensor.shard_tensor").name_of
     head = (
-        "# Functions with a rule\n\nMade from the tables in `meshshard/tensor`. A function that is "
-        "not here is refused by name when it meets a sharded tensor.\n"
+        "# Functions with a rule\n\nMade from the tables in `meshshard/tensor/rules`. A function "
+        "that is not here is refused by name when it meets a sharded tensor.\n"
     )
     for family, rules in tensor.FAMILIES.items():
         module = importlib.import_module(f"meshshard.tensor.rules.{family}")

@@ -1,4 +1,4 @@
-"""Operations that models use: each is compared with itself on the whole tensor, gradient included.
+"""Operations that models use: values and gradients are compared with those on the whole tensor.
 
 A case is a function of x (N, 6), y (N, 6), w (6, 6), c (6,), labels n (N,) in 0..5; x, y and n are
 sharded by rows, w and c are plain.
@@ -47,6 +47,14 @@ POINTWISE = {
     "clone detach": lambda x, y, w, c, n: x.clone() * y.detach(),
     "logical": lambda x, y, w, c, n: ((x > 0) & (y > 0) | ~(x < 1)).double() * x,
     "zeros_like": lambda x, y, w, c, n: x + torch.zeros_like(x) + torch.full_like(x, 2.0),
+    "igamma": lambda x, y, w, c, n: torch.igamma(x.detach().abs() + 1, y * y + 1) * x,
+    "special functions": lambda x, y, w, c, n: (
+        x * torch.special.airy_ai(y.detach()) * torch.special.gammainc(c.detach() ** 2, y * y)
+    ),
+    "polynomials": lambda x, y, w, c, n: (
+        x * torch.special.chebyshev_polynomial_t(y.detach().clamp(-1, 1), n[:, None])
+    ),
+    "shifts": lambda x, y, w, c, n: x * (n.__rlshift__(1) + (n << 2).__irshift__(1))[:, None],
     "new_zeros": lambda x, y, w, c, n: x + x.new_zeros(x.shape),
 }
 REDUCTIONS = {
@@ -272,7 +280,7 @@ LAYERS = {
     "nn.MSELoss": lambda x, y, w, c, n: nn.MSELoss()(x, y),
     "nn.SmoothL1Loss": lambda x, y, w, c, n: nn.SmoothL1Loss()(x, y),
 }
-REFUSED = {  # they couple all rows: refused by name, never wrong
+REFUSED = {  # operations that couple all rows and have no rule
     "sort rows": lambda x, y, w, c, n: x.sort(0).values,
     "topk rows": lambda x, y, w, c, n: x.topk(3, dim=0).values,
     "median": lambda x, y, w, c, n: x.median(),
@@ -319,14 +327,14 @@ CASES = {name: case for family in FAMILIES.values() for name, case in family.ite
 
 
 def _matrices(x):
-    """Symmetric 2 x 2 ones, no two eigenvalues alike."""
+    """Symmetric 2 x 2 matrices with distinct eigenvalues."""
     return torch.stack([x[:, 0].exp() + 3, x[:, 1].sin(), x[:, 1].sin(), x[:, 2].cos()], 1).reshape(
         -1, 2, 2
     )
 
 
 def _cross(x, y):
-    """Without a dim, of which torch warns."""
+    """torch.cross without a dim, which warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.cross(x, y)
@@ -339,13 +347,13 @@ def _set(x, index, value):
 
 
 def _layer(x, make, *given):
-    """A layer with the same parameters on every rank."""
+    """The output of a layer that has the same parameters on every rank."""
     torch.manual_seed(5)
     return make().double()(x, *given)
 
 
 class _Twice(nn.Module):
-    """A recurrent layer that goes on from where it stopped."""
+    """A recurrent layer that is applied twice, the second time from its last state."""
 
     def __init__(self, layer):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention on sharded rows against torch's own on whole tensors: values and all gradients."""
+"""Attention on sharded rows: values and gradients equal those of torch on whole tensors."""
 
 import contextlib
 from itertools import pairwise
@@ -32,13 +32,14 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def dead_rows(mask):
+def without_keys(mask):
+    """The mask, in which one query attends to no key."""
     mask[..., 2, :] = False
     return mask
 
 
 PLACES = {  # which of queries, keys, values are sharded
-    "alike": (True, True, True),
+    "all sharded": (True, True, True),
     "keys replicated": (True, False, False),
     "queries replicated": (False, True, True),
     "values plain": (True, True, False),
@@ -48,19 +49,19 @@ CASES = {  # options of one call, and how many heads keys have
     "plain": {},
     "scale": {"scale": 0.3},
     "causal": {"is_causal": True},
-    "bool mask": {"attn_mask": dead_rows(draw(N, M) > 0.3)},
+    "bool mask": {"attn_mask": without_keys(draw(N, M) > 0.3)},
     "added mask": {"attn_mask": draw(N, M)},
     "mask of heads": {"attn_mask": draw(H, N, M) > 0},
     "mask of all": {"attn_mask": draw(B, H, N, M)},
     "padding of keys": {"attn_mask": draw(B, 1, 1, M) > 0},
-    "mask of queries": {"attn_mask": dead_rows(draw(N, 1) > -9)},
+    "mask of queries": {"attn_mask": without_keys(draw(N, 1) > -9)},
     "gqa": {"enable_gqa": True},
 }
 
 
 @contextlib.contextmanager
 def small_blocks(rows=3, queries=4, pairs=40):
-    """So that few rows are many blocks and tiles."""
+    """Context manager: few rows have many blocks and tiles."""
     before = ring.ROWS, tiles.COLUMNS, tiles.FLASH_ROWS, tiles.PAIRS
     ring.ROWS, tiles.COLUMNS, tiles.FLASH_ROWS, tiles.PAIRS = rows, rows, queries, pairs
     try:
@@ -92,7 +93,7 @@ def whole(x):
 
 
 def weighted(x, coefficients, domain):
-    """The sum of all numbers, each with its own weight."""
+    """The weighted sum of all elements."""
     if type(x) is ShardTensor:
         coefficients = shard(coefficients, domain, x.sharding, dim=x.sharded_dim)
     return (x * coefficients).sum()
@@ -129,7 +130,7 @@ def run(ranks, size, job, *args):
 @pytest.mark.parametrize("case", CASES)
 def test_attention(ranks, case, place, size):
     for sizes in SIZES[size]:
-        for width in (D, V):  # torch's kernel, and plain mathematics
+        for width in (D, V):  # with and without torch's flash kernel
             for errors in run(ranks, size, call_job, case, place, sizes, width):
                 assert max(errors) <= TOLERANCE, (sizes, errors)
 
@@ -150,7 +151,7 @@ def test_on_any_sizes(ranks, data):
 
 
 def twice_job(case, place, sizes):
-    """A loss of gradients, and its gradients."""
+    """A loss that depends on gradients, and its gradients."""
     domain, options = init_domain(), CASES[case]
     every = [x.requires_grad_() for x in operands(case == "gqa")]
     coefficients = draw(B, H, N, D, seed=7)
@@ -174,7 +175,7 @@ def twice_job(case, place, sizes):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("place", ["alike", "keys replicated", "queries replicated"])
+@pytest.mark.parametrize("place", ["all sharded", "keys replicated", "queries replicated"])
 @pytest.mark.parametrize("case", ["plain", "causal", "bool mask", "gqa"])
 def test_second_derivatives(ranks, case, place, size):
     for sizes in SIZES[size]:
@@ -189,7 +190,7 @@ def made(make):
 
 
 def permuted(domain, x, order, sizes):
-    """Rows of x in another order, which remember where they come from."""
+    """Rows of x in another order, with their rows in the source."""
     first = sum(sizes[: domain.rank])
     own = order[first : first + sizes[domain.rank]]
     local = x.detach()[own].clone().requires_grad_()
@@ -204,7 +205,7 @@ def restored(x, order):
 
 
 def dropped_job(sizes, need_weights, seed):
-    """Output and gradient by row in the source, of rows in some order on some ranks."""
+    """Output and gradient in the order of the source, for rows in any order on any ranks."""
     domain = init_domain()
     order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
     x, local = permuted(domain, draw(N, 8), order, sizes)
@@ -275,17 +276,17 @@ REFUSED = {
         ),
     ),
     "mask by keys": (
-        "a mask is plain, or",
+        "attn_mask must be plain, or",
         lambda x, other, domain: F.scaled_dot_product_attention(
             x, x, x, attn_mask=shard(draw(N, N), domain, (3, 11), dim=1)
         ),
     ),
     "mask of other rows": (
-        "a mask of 3 rows",
+        "attn_mask has 3 rows",
         lambda x, other, domain: F.scaled_dot_product_attention(x, x, x, attn_mask=draw(3, N)),
     ),
     "mask of other keys": (
-        "a mask of 3 columns",
+        "attn_mask has 3 columns",
         lambda x, other, domain: F.scaled_dot_product_attention(x, x, x, attn_mask=draw(N, 3)),
     ),
     "bias_k": ("add a row to sharded keys", extra(add_bias_kv=True)),
@@ -294,22 +295,22 @@ REFUSED = {
 
 
 def unfit_job():
-    """An empty rank raises like the others, before the first message."""
+    """An empty rank raises as the others do, before the first collective."""
     domain = init_domain()
     q, k = (shard(draw(B, H, N, n), domain, (14, 0), dim=2) for n in (D, D + 1))
-    for keys, why in ((k, "shapes do not fit"), (q.float(), "types differ")):
+    for keys, why in ((k, "one width"), (q.float(), "one dtype")):
         with pytest.raises(RuntimeError, match=why):
             F.scaled_dot_product_attention(q, keys, keys)
-    with pytest.raises(RuntimeError, match=r"with .4, 3, 3. heads"):
+    with pytest.raises(RuntimeError, match=r"got .4, 3, 3. heads"):
         F.scaled_dot_product_attention(q, *[q[:, :3]] * 2, enable_gqa=True)
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(ranks):
+def test_wrong_shapes_and_dtypes_raise_on_every_rank(ranks):
     ranks[2].run(unfit_job)
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(ranks, case):
+def test_refused_calls(ranks, case):
     ranks[2].run(refused_job, case)
 
 
@@ -379,7 +380,7 @@ def counts_job(place):
         traffic.reset()
         with_grad.backward()
         backward = {k: c.calls for k, c in traffic.counts.items()}
-        backward["all_reduce"] -= 1  # that of the loss
+        backward["all_reduce"] -= 1  # of the loss
     return forward, {k: n for k, n in backward.items() if n}
 
 
@@ -387,7 +388,7 @@ def counts_job(place):
 def test_communication(ranks, size):
     steps = size - 1
     expected = {
-        "alike": ({"ring": steps}, {"ring": steps, "ring back": steps}),
+        "all sharded": ({"ring": steps}, {"ring": steps, "ring back": steps}),
         "keys replicated": ({}, {}),
         "queries replicated": ({"all_reduce": 2}, {"all_reduce": 1}),
     }
@@ -397,7 +398,7 @@ def test_communication(ranks, size):
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that any tensor has within it."""
+    """Dispatch mode: the largest number of elements of any result."""
 
     most = 0
 
@@ -423,14 +424,14 @@ def largest_job(width, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.1}])
-def test_no_matrix_of_all_pairs_is_whole(ranks, options):
+def test_no_matrix_of_all_pairs_is_stored(ranks, options):
     for width in (4, 5):
         own = 200 * 2 * (width + 1)
         assert max(ranks[2].run(largest_job, width, options)) <= own
 
 
 def numbers_job(dtype, sizes):
-    """Distances to float64: of torch on the whole, and ours."""
+    """Errors relative to float64: ours, and those of torch on whole tensors."""
     domain = init_domain()
     every = [x.requires_grad_() for x in operands()]
     coefficients = draw(B, H, N, D, seed=7)
@@ -454,7 +455,7 @@ def numbers_job(dtype, sizes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_single_and_half_numbers(ranks, dtype):
+def test_single_and_half_precision(ranks, dtype):
     with_noise = torch.finfo(dtype).eps
     for found in ranks[2].run(numbers_job, dtype, SIZES[2][0]):
         for ours, theirs in found:

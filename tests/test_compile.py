@@ -17,7 +17,7 @@ MESHES = 10
 
 
 class Layer(nn.Module):
-    """A graph layer on own rows: boundary rows are exchanged, a mean over all is taken off."""
+    """A graph layer on owned rows: one exchange of halo rows, one global mean."""
 
     def __init__(self, domain):
         super().__init__()
@@ -33,12 +33,12 @@ class Layer(nn.Module):
 
 
 def rows_of(mesh, rank):
-    """Rank 1 owns nothing of one mesh, and no two meshes are alike."""
+    """Number of owned rows: all meshes differ, and rank 1 owns no rows of one."""
     return 0 if (mesh, rank) == (4, 1) else 11 + 3 * mesh + rank
 
 
 def sent(mesh, a, b):
-    """Rows from a to b: often none, now and then one."""
+    """Number of rows that rank a sends to rank b: often none."""
     if a == b or not rows_of(mesh, a) or not rows_of(mesh, b):
         return 0
     return (3 * a + 5 * b + 7 * mesh) % 4 * ((a + b + mesh) % 3)
@@ -74,27 +74,27 @@ def local_job(backend, dynamic, meshes):
                 domain.all_reduce(out.square().sum()).backward()
             traffic.append({k: v for k, v in counts.counts.items() if k != "all_reduce"})
             results.append([out.detach(), x.grad, *[p.grad for p in model.parameters()]])
-        assert traffic[-1] == traffic[-2]  # exchanges are counted in compiled code too
+        assert traffic[-1] == traffic[-2]  # the traffic of compiled code is counted too
         pairs = [(a, b) for a, b in zip(*results, strict=True) if a.numel()]
         error = max([error, *[(a - b).abs().max().item() for a, b in pairs]])
     return counter.frame_count, error
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_two_compilations_are_enough_for_ten_meshes(ranks, size):
+def test_ten_meshes_need_two_compilations(ranks, size):
     for compilations, error in ranks[size].run(local_job, "aot_eager", True, MESHES):
         assert compilations <= 2
         assert error <= 1e-12
 
 
-def test_sizes_become_dynamic_by_themselves(ranks):
+def test_sizes_become_dynamic_automatically(ranks):
     for compilations, error in ranks[2].run(local_job, "aot_eager", None, 4):
         assert compilations <= 2
         assert error <= 1e-12
 
 
 def disagreeing_job():
-    """Plans are proved in compiled code too, before their first use."""
+    """Plans are checked in compiled code too, before their first use."""
     domain = init_domain()
     torch._dynamo.reset()
     n = 4 if domain.rank else 3
@@ -107,12 +107,12 @@ def disagreeing_job():
     return True
 
 
-def test_plans_that_disagree_are_named(ranks):
+def test_an_inconsistent_plan_is_an_error(ranks):
     assert all(ranks[2].run(disagreeing_job))
 
 
 class Mixed(nn.Module):
-    """Rows, numbers that all ranks share, and rows again."""
+    """A model with sharded rows, a replicated mean, and sharded rows again."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ def whole(seed):
 
 
 def sharded_job(how):
-    """torch.compile of a model that is given a ShardTensor runs it as it is."""
+    """A compiled model runs uncompiled if its input is a ShardTensor."""
     domain = init_domain()
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -150,7 +150,7 @@ def sharded_job(how):
         domain.average_gradients(model)
         mine = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
-        want = run(x, scale).square().mean()  # the same object, whole: really compiled
+        want = run(x, scale).square().mean()  # the same object with a plain tensor: compiled
         want.backward()
         pairs = [(got, want), (sx.grad.gather(), x.grad)]
         pairs += [(g, p.grad) for g, p in zip(mine, model.parameters(), strict=True)]
@@ -164,7 +164,7 @@ def test_a_compiled_model_on_a_sharded_tensor(ranks, size, how):
 
 
 def tiles_job():
-    """A Transolver whose rows go through tiles, compiled, given a ShardTensor."""
+    """A compiled Transolver, in tiles, with a ShardTensor as input."""
     _tiles.FEW = 0
     domain = init_domain()
     torch._dynamo.reset()
@@ -183,7 +183,7 @@ def test_a_compiled_model_in_tiles_on_a_sharded_tensor(ranks):
 
 
 def rows_job():
-    """The way that compiles: a function of own rows, made sharded outside of it or inside."""
+    """Compiled functions of owned rows; the result is made sharded outside or inside of them."""
     warnings.filterwarnings(
         "ignore", r"The \.grad attribute of a Tensor that is not a leaf"
     )  # torch
@@ -209,13 +209,15 @@ def rows_job():
     return max(errors)
 
 
-def test_rows_compile(ranks):
+def test_functions_of_owned_rows_compile(ranks):
     assert max(ranks[2].run(rows_job)) <= 1e-12
 
 
-def test_one_graph_of_a_sharded_tensor_is_refused():
+def test_fullgraph_with_a_sharded_tensor_is_refused():
     torch._dynamo.reset()
     x = shard(whole(0), init_domain(), (14,))
     run = torch.compile(nn.Linear(6, 2).double(), fullgraph=True, backend="eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile what is done with own rows"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"compile a function of the owned rows"
+    ):
         run(x)

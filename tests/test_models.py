@@ -222,7 +222,7 @@ def tensor_parallel_job():
     for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
         with (
             mode(),
-            pytest.raises(NoShardRule, match="tensor parallelism takes own rows: by_own_rows"),
+            pytest.raises(NoShardRule, match="tensor parallelism needs owned rows: by_own_rows"),
         ):
             parallel(sx)
     model = by_own_rows(parallel)

@@ -1,4 +1,4 @@
-"""ShardTensor as a tensor: gradients at its doors, what is refused, hooks, copies, modules."""
+"""ShardTensor: gradients at the API boundary, refused operations, hooks, copies, modules."""
 
 import copy
 import io
@@ -92,8 +92,8 @@ def test_a_model_equals_serial(ranks, forward, size):
         ranks[size].run(run_mlp, forward)
 
 
-def doors_job():
-    """Seeds, intermediates, retained gradients and second derivatives have global values."""
+def boundary_job():
+    """Seeds, intermediate gradients and retained gradients have global values."""
     domain = init_domain()
     whole_x, v = whole().requires_grad_(), whole(1)
     mid = whole_x.sin()
@@ -106,7 +106,9 @@ def doors_job():
     sv = shard(v, domain, SIZES[domain.size])
     (got,) = torch.autograd.grad(sharded_out, x, sv, retain_graph=True)
     assert close(got.gather(), want_x)
-    (got,) = torch.autograd.grad(sharded_out, x, v, retain_graph=True)  # a replicated seed, cut
+    (got,) = torch.autograd.grad(
+        sharded_out, x, v, retain_graph=True
+    )  # a replicated seed is narrowed to owned rows
     assert close(got.gather(), want_x)
     (got,) = torch.autograd.grad(sharded_out, sharded_mid, sv, retain_graph=True)
     assert close(got.gather(), want_mid)
@@ -163,7 +165,7 @@ def hooks_job():
 
 
 def local_leaf_job():
-    """A plain leaf of own rows gets its global gradient; a round trip inside a model is exact."""
+    """A plain leaf of owned rows gets its global gradient; to_local and back is exact."""
     domain = init_domain()
     sizes = SIZES[domain.size]
     first = sum(sizes[: domain.rank])
@@ -174,14 +176,14 @@ def local_leaf_job():
     (y * y).sum().backward()
     want = (2 * whole().sin() * whole().cos())[first : first + sizes[domain.rank]]
     assert close(rows.grad, want)
-    w = whole().requires_grad_()  # a replicated leaf, cut into rows
+    w = whole().requires_grad_()  # a replicated leaf
     (shard(w, domain, sizes).square() * 3).sum().backward()
     assert close(w.grad, 6 * whole())
     assert shard(whole() if domain.rank == 0 else None, domain, sizes, root=0).shape == (14, 6)
 
 
 class Scale(torch.autograd.Function):
-    """A user's own function of rows, with a parameter."""
+    """A user's row-wise function with a parameter."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -195,7 +197,7 @@ class Scale(torch.autograd.Function):
 
 
 class Center(torch.autograd.Function):
-    """A user's own function that couples rows: its backward could not."""
+    """A user's function that couples rows, which its backward on local rows cannot."""
 
     @staticmethod
     def forward(ctx, x):
@@ -206,7 +208,7 @@ class Center(torch.autograd.Function):
         return grad - grad.mean()
 
 
-def own_function_job():
+def user_function_job():
     domain = init_domain()
     w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     x = make(domain)
@@ -222,7 +224,7 @@ def own_function_job():
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
-    "job", [doors_job, residual_job, hooks_job, local_leaf_job, own_function_job]
+    "job", [boundary_job, residual_job, hooks_job, local_leaf_job, user_function_job]
 )
 def test_gradients(ranks, job, size):
     if size == 1:
@@ -258,35 +260,36 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_exact_is_refused_by_name(name):
+def test_inexact_operations_are_refused_by_name(name):
     x = make(init_domain(), grad=False)
     with pytest.raises(NoShardRule) as caught:
         REFUSED[name](x)
+    assert isinstance(caught.value, NotImplementedError)
     message = str(caught.value)
     assert "has no exact rule for sharded tensors" in message
     assert "gather()" in message
     assert "\n" not in message
 
 
-def two_shardings_job():
+def different_sizes_job():
     domain = init_domain()
     x = make(domain, False)
     other = x.redistribute([0] * (domain.size - 1) + [14])
-    with pytest.raises(NoShardRule, match="two shardings meet: redistribute"):
+    with pytest.raises(NoShardRule, match="different sizes: redistribute"):
         x + other
     assert close((x + other.redistribute(x.sharding.sizes)).gather(), 2 * whole())
     dropped = x[whole()[:, 0] > 0]
     assert sum(dropped.sharding.sizes) == int((whole()[:, 0] > 0).sum())
-    even = dropped.redistribute(spread(dropped.shape[0], domain.size))
+    even = dropped.redistribute(even_sizes(dropped.shape[0], domain.size))
     assert close(even.gather(), whole()[whole()[:, 0] > 0])
 
 
-def spread(n, parts):
+def even_sizes(n, parts):
     return [n // parts + (r < n % parts) for r in range(parts)]
 
 
-def chance_job(sizes):
-    """What was drawn, whole: it must not depend on the sizes."""
+def random_job(sizes):
+    """All random numbers of a sharded tensor, and of the default generator afterwards."""
     domain = init_domain()
     torch.manual_seed(5)
     x = shard(whole(), domain, sizes)
@@ -294,20 +297,20 @@ def chance_job(sizes):
     return [d.gather().tolist() for d in draws] + [torch.rand(3).tolist()]
 
 
-def test_draws_do_not_depend_on_the_ranks(ranks):
-    alone = chance_job((14,))
+def test_random_numbers_do_not_depend_on_the_sizes(ranks):
+    serial = random_job((14,))
     for size in (2, 4):
-        for drawn in ranks[size].run(chance_job, SIZES[size]):
-            assert drawn == alone
-    kept = torch.tensor(alone[0]) != 0
+        for drawn in ranks[size].run(random_job, SIZES[size]):
+            assert drawn == serial
+    kept = torch.tensor(serial[0]) != 0
     assert 0.4 < kept.double().mean() < 0.8
-    assert abs(torch.tensor(alone[1]).mean() - 0.5) < 0.15
-    assert abs(torch.tensor(alone[2]).std() - 1) < 0.25
+    assert abs(torch.tensor(serial[1]).mean() - 0.5) < 0.15
+    assert abs(torch.tensor(serial[2]).std() - 1) < 0.25
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_shardings(ranks, size):
-    ranks[size].run(two_shardings_job)
+def test_tensors_of_different_sizes(ranks, size):
+    ranks[size].run(different_sizes_job)
 
 
 def test_copies_and_attributes():
@@ -329,7 +332,7 @@ def test_copies_and_attributes():
         assert nn.Linear(6, 2)(x.float()).dtype == torch.bfloat16
 
 
-def test_a_rule_of_ones_own():
+def test_a_user_defined_rule():
     @torch.library.custom_op("meshshard_test::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
@@ -370,13 +373,13 @@ def conv_job(sizes, dim, kernel, dilation):
 
 
 @pytest.mark.parametrize(("dim", "kernel", "dilation"), [(2, 3, 1), (3, 3, 1), (2, 5, 2)])
-def test_a_grid_is_a_graph_with_a_halo_of_rows(ranks, dim, kernel, dilation):
+def test_convolutions_on_a_sharded_grid(ranks, dim, kernel, dilation):
     conv_job((14,), dim, kernel, dilation)
     for size in (2, 4):
         ranks[size].run(conv_job, SIZES[size], dim, kernel, dilation)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_means_of_half_numbers_do_not_overflow(dtype):
+def test_means_in_half_precision_do_not_overflow(dtype):
     x = shard(torch.full((14, 6000), 40.0, dtype=dtype), init_domain(), (14,))
     assert x.mean().item() == x.mean(0)[0].item() == x.mean((0, 1)).item() == 40

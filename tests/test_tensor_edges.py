@@ -1,4 +1,4 @@
-"""What is seldom asked of a sharded tensor: odd types, arguments, places; as torch, or refused."""
+"""Unusual dtypes, arguments and indices: results equal those of torch, or are refused."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ SAME = {
     "std of complex numbers": (lambda x: x.std(), draw(8, 3, dtype=torch.complex128)),
     "tensor_split from the end": (lambda x: x.tensor_split((-2,)), draw(8, 3)),
     "narrow from the end": (lambda x: x.narrow(0, -2, 2), draw(8, 3)),
-    "narrow to nothing": (lambda x: x.narrow(0, 8, 0), draw(8, 3)),
+    "narrow to no rows": (lambda x: x.narrow(0, 8, 0), draw(8, 3)),
     "take_along_dim repeats": (lambda x, i: x.take_along_dim(i, 1), draw(8, 3, 4), PICK),
     "mse_loss with weights": (lambda x, w: F.mse_loss(x, 0 * x, weight=w), draw(8, 3), draw(8, 3)),
     "view of other features": (lambda x: x.view(torch.float32), draw(8, 3)),
@@ -61,8 +61,8 @@ REFUSED = {
     "embedding that is renormed": lambda x: F.embedding(x.long(), draw(9, 2), max_norm=0.1),
     "a generator": lambda x: x.clone().normal_(generator=torch.Generator()),
     "take_along_dim of rows": lambda x: x.take_along_dim(x.long().clamp(0, 7), 0),
-    "true": lambda x: x[True],
-    "set where true": lambda x: x.clone().__setitem__(True, 1.0),
+    "a bool as index": lambda x: x[True],
+    "set by a bool": lambda x: x.clone().__setitem__(True, 1.0),
     "is_nonzero": lambda x: torch.is_nonzero(x[:1, :1]),
     "l1_loss with weights": lambda x: F.l1_loss(x, 0 * x, weight=x),
 }
@@ -75,7 +75,7 @@ OUTSIDE = {
     "set a row": lambda x: x.__setitem__(8, 1.0),
     "from_local": lambda x: ShardTensor.from_local(x.to_local(), x.sharding, 2),
     "shard": lambda x: shard(x.gather(), x.sharding.domain, (8,), dim=2),
-    "argmax of nothing": lambda x: x[:, :0].argmax(),
+    "argmax of an empty tensor": lambda x: x[:, :0].argmax(),
 }
 
 
@@ -85,7 +85,7 @@ def whole(found):
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_as_torch_has_it(case):
+def test_results_equal_those_of_torch(case):
     function, *given = SAME[case]
     found = simulate(3, lambda d: whole(function(*(shard(x, d, SIZES) for x in given))))
     for rank in found:
@@ -94,19 +94,19 @@ def test_as_torch_has_it(case):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_be_wrong_without_a_word_is_refused(case):
+def test_calls_that_would_be_wrong_are_refused(case):
     with pytest.raises(DomainError, match="no exact rule"):
         simulate(3, lambda d: REFUSED[case](shard(draw(8, 3), d, SIZES)))
 
 
 @pytest.mark.parametrize("case", OUTSIDE)
-def test_what_is_out_of_range_is_an_error(case):
+def test_indices_out_of_range_raise_an_error(case):
     with pytest.raises(IndexError):
         OUTSIDE[case](shard(draw(8, 3), init_domain(), (8,)))
 
 
-def small_types_job():
-    """Ranks without rows send the same type as the others."""
+def small_dtypes_job():
+    """Ranks without rows send the same dtype as the others."""
     domain = init_domain()
     sizes = (8,) + (0,) * (domain.size - 1)
     for x in (BYTES, FLAGS, LEAST.int()):
@@ -116,11 +116,11 @@ def small_types_job():
         assert sharded.amin() == x.amin()
 
 
-def test_small_types_between_processes(ranks):
-    ranks[2].run(small_types_job)
+def test_small_dtypes_between_processes(ranks):
+    ranks[2].run(small_dtypes_job)
 
 
-def test_numbers_between_two_are_between_them():
+def test_uniform_numbers_are_within_their_bounds():
     x = shard(draw(8, 3), init_domain(), (8,))
     assert 3 <= x.uniform_(3.0, to=5.0).min() < x.max() < 5
 
@@ -132,7 +132,7 @@ def test_dropout_of_features_in_place():
     assert (x == 0).any()
 
 
-def test_logsumexp_sends_its_largest_and_its_sum():
+def test_logsumexp_reduces_its_maximum_and_its_sum():
     def job(domain):
         x = shard(draw(8, 3), domain, SIZES)
         with count_traffic(domain) as traffic:
@@ -142,6 +142,6 @@ def test_logsumexp_sends_its_largest_and_its_sum():
     assert simulate(3, job) == [2, 2, 2]
 
 
-def test_sizes_below_zero_are_refused():
-    with pytest.raises(MeshshardError, match="a rank owns 0 rows or more"):
+def test_negative_sizes_are_refused():
+    with pytest.raises(MeshshardError, match="sizes must be 0 or more"):
         Sharding(init_domain(), (-1,))

@@ -1,4 +1,4 @@
-"""Every rule against the same operation on the whole tensor: value and gradients (law 1)."""
+"""Every rule: values and gradients equal those of the operation on the whole tensor (law 1)."""
 
 from itertools import pairwise
 
@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshshard.comm import init_domain
-from meshshard.tensor import NoShardRule, ShardTensor, shard
+from meshshard.tensor import FAMILIES, NoShardRule, ShardTensor, shard
+from meshshard.tensor.rules.table import one_table
 
 SIZES = {1: [(14,)], 2: [(3, 11), (14, 0)], 4: [(5, 0, 7, 2), (0, 0, 13, 1)]}
-TOLERANCE = 1e-10  # relative to the largest number
+TOLERANCE = 1e-10  # relative to the largest magnitude
 
 
 def inputs():
@@ -34,7 +35,7 @@ def serial(case):
 
 
 def far(got, wanted):
-    """Largest difference, relative to the largest number."""
+    """Largest difference, relative to the largest magnitude."""
     if wanted is None and got is None:
         return 0.0
     wanted = torch.zeros_like(got) if wanted is None else wanted
@@ -88,8 +89,14 @@ def refused_job(case, sizes):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_couples_all_rows_is_refused_on_every_rank(ranks, case):
+def test_operations_that_couple_all_rows_are_refused_on_every_rank(ranks, case):
     ranks[2].run(refused_job, case, (3, 11))
+
+
+def test_a_function_has_a_rule_in_one_family():
+    assert len(one_table(FAMILIES.values())) == sum(map(len, FAMILIES.values()))
+    with pytest.raises(ValueError, match=r"\['torch.sin'\] have a rule in two families"):
+        one_table([{torch.sin: len}, {torch.cos: len}, {torch.sin: len}])
 
 
 SOME = ["mean of both", "var", "softmax rows", "amax", "contracted", "cat rows", "every third row",

@@ -1,4 +1,4 @@
-"""Transformers of torch, unmodified, on sharded rows: equal to serial with all gradients."""
+"""Unmodified transformers of torch on sharded rows: values and gradients equal serial ones."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def upper(n):
 
 
 class PointTransformer(nn.Module):
-    """Points with a position code, blocks with norm first, a field out, and a global number."""
+    """A position encoding, pre-norm blocks, an output for each point and a global number."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class PointTransformer(nn.Module):
 
 
 class Fused(nn.Module):
-    """Attention as vision libraries write it: one product, heads by reshape, the fused call."""
+    """Attention as in vision libraries: one product for q, k and v, heads by reshape, SDPA."""
 
     def __init__(self):
         super().__init__()
@@ -223,14 +223,14 @@ def around_job(kind):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "checkpoint", "autocast"])
-def test_inside_of_other_things(ranks, kind):
+def test_under_ddp_checkpoint_and_autocast(ranks, kind):
     for errors in ranks[2].run(around_job, kind):
         assert max(errors[:2]) <= (0.02 if kind == "autocast" else TOLERANCE), errors
         assert max(errors[2:]) <= (0.2 if kind == "autocast" else TOLERANCE), errors
 
 
 class ViT(nn.Module):
-    """Patches of a picture, a class token in front, positions, blocks, a head on the token."""
+    """A vision transformer: patches, a class token, positions, blocks, a head on the token."""
 
     def __init__(self):
         super().__init__()
@@ -249,7 +249,7 @@ class ViT(nn.Module):
 
 
 def vit_job(sizes):
-    """Three steps of training, on a picture whose rows are divided."""
+    """Three training steps on an image that is sharded by rows."""
     domain = init_domain()
     picture = draw(2, 1, 14, 6)
     errors = {}
@@ -282,12 +282,12 @@ def uneven_patches_job():
         made(ViT)(shard(draw(2, 1, 14, 6), domain, (3, 11), dim=2))
 
 
-def test_patches_that_two_ranks_share_are_refused(ranks):
+def test_patches_across_two_ranks_are_refused(ranks):
     ranks[2].run(uneven_patches_job)
 
 
 def inference_job(name, mode):
-    """Without gradients torch takes its fast path for the whole; shards must equal that too."""
+    """Without gradients, torch uses its fast path on whole tensors; results must equal those."""
     domain = init_domain()
     make, forward = MODULES[name]
     model = made(make).eval()

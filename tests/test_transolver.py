@@ -240,7 +240,7 @@ def test_sharding_knows_the_shards_of_each_rank(folder):
     sharding = ms.load(folder, Domain()).sharding
     assert sharding.shards == (tuple(ms.store.load(folder).sizes.tolist()),)
     assert Sharding(Domain(), (7,)).shards == ((7,),)
-    with pytest.raises(MeshshardError, match=r"shards of \(\(2, 4\),\) rows for ranks of \(7,\)"):
+    with pytest.raises(MeshshardError, match=r"add up to sizes \(7,\), got \(\(2, 4\),\)"):
         Sharding(Domain(), (7,), shards=[(2, 4)])
 
 

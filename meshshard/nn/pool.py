@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
 from meshshard.tensor import Sharding
-from meshshard.tensor.align import own_rows, unwrap_rows
-from meshshard.tensor.rules.reductions import wide
-from meshshard.tensor.tokens import reduce_tokens
+from meshshard.tensor.align import narrow_to_owned, unwrap_rows
+from meshshard.tensor.tokens import accumulation_dtype, reduce_tokens
 
 __all__ = [
     "AttentionPool", "attention_pool", "global_add_pool", "global_max_pool", "global_mean_pool",
@@ -188,7 +187,7 @@ def _samples(rows: Tensor, sharding: Sharding, batch: Any, size: int | None) -> 
         return rows.new_zeros(len(rows), dtype=torch.int64), 1 if size is None else size
     sample, other = unwrap_rows(batch)
     if type(batch) is Tensor and len(batch) == sharding.total:
-        sample, other = own_rows(batch, sharding, 0), sharding
+        sample, other = narrow_to_owned(batch, sharding, 0), sharding
     if other != sharding:
         raise MeshshardError(
             f"batch has {len(batch)} rows in {other}, x has {sharding.total} in {sharding}; give "
@@ -202,7 +201,7 @@ def _samples(rows: Tensor, sharding: Sharding, batch: Any, size: int | None) -> 
 
 def _sums(rows: Tensor, sample: Tensor, size: int) -> Tensor:
     """Sum over the local rows of each sample, in float32 or wider."""
-    kind = wide(rows.dtype)
+    kind = accumulation_dtype(rows.dtype)
     if size == 1 and not sample.any():  # pairwise; one by one, float32 stops at 2^24
         return rows.sum(0, keepdim=True, dtype=kind)
     return rows.new_zeros((size, *rows.shape[1:]), dtype=kind).index_add(0, sample, rows.to(kind))

@@ -1,15 +1,17 @@
-"""tensor: one tensor over the ranks of a domain, and the rules by which torch works on it.
+"""tensor: one tensor on the ranks of a domain, and the rules by which torch functions work on it.
 
-Rules are plain functions in tables, one file a family. A function without a rule is refused by
-name; `shard_rule` adds one.
+Rules are plain functions in tables, a file for each family. A function without a rule is refused
+by name; `shard_rule` adds a rule.
 """
 
 from meshshard.tensor import shard_tensor
-from meshshard.tensor.from_whole import shard
+from meshshard.tensor.distribute import shard
 from meshshard.tensor.own_rows import by_own_rows
 from meshshard.tensor.rules import FAMILIES
+from meshshard.tensor.rules.table import one_table
 from meshshard.tensor.shard_graph import ShardGraph
-from meshshard.tensor.shard_tensor import NoShardRule, Sharding, ShardTensor, shard_rule
+from meshshard.tensor.shard_tensor import NoShardRule, ShardTensor, shard_rule
+from meshshard.tensor.sharding import Sharding
 
 __all__ = [
     "FAMILIES",
@@ -22,5 +24,4 @@ __all__ = [
     "shard_rule",
 ]
 
-for _family in FAMILIES.values():
-    shard_tensor.RULES.update(_family)
+shard_tensor.RULES.update(one_table(FAMILIES.values()))

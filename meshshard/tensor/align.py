@@ -1,4 +1,4 @@
-"""Align: several arguments of one operation, brought to the same rows."""
+"""Align: the arguments of one operation, narrowed to the same owned rows."""
 
 from __future__ import annotations
 
@@ -9,105 +9,102 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError
-from meshshard.tensor.shard_tensor import Sharding, ShardTensor, dim_of, refuse, sharded
-
-__all__ = [
-    "align_broadcast",
-    "dim_of",
-    "global_shape",
-    "own_rows",
-    "require_same_sharding",
-    "shape_of",
-    "unwrap_rows",
-]
+from meshshard.tensor._torch_private import native
+from meshshard.tensor.shard_tensor import ShardTensor, refuse, sharded_in
+from meshshard.tensor.sharding import Sharding
 
 
 def require_same_sharding(func: Any, args: Any, kwargs: Any = None) -> ShardTensor:
-    """The first sharded argument, once all have its sharding.
+    """The first sharded argument, after a check that all have its sharding.
 
     Raises:
-        NoShardRule: two shardings meet.
+        NoShardRule: two arguments have different shardings.
     """
-    found = sharded([*args, *(kwargs or {}).values()])
-    first = found[0]
-    for other in found[1:]:
+    first, *others = sharded_in([*args, *(kwargs or {}).values()])
+    for other in others:
         if other._sharding is first._sharding or other._sharding == first._sharding:
             continue
         if other._sharding.domain.group != first._sharding.domain.group:
-            raise refuse(func, args, kwargs, "two domains meet")
-        raise refuse(
-            func, args, kwargs, "two shardings meet: redistribute one to the other's sizes"
-        )
+            raise refuse(func, args, kwargs, "the arguments belong to different domains")
+        why = "the arguments have different sizes: redistribute one to the sizes of the other"
+        raise refuse(func, args, kwargs, why)
     return first
 
 
+def require_whole_domain(func: Any, args: Any, domain: Domain) -> None:
+    """Raise inside a `DeepHalo`, whose ranks hold only the rows near their owned ones.
+
+    Raises:
+        NoShardRule: the function couples all rows, but the domain has a part of them.
+    """
+    if not domain.whole:
+        why = "it couples all rows, but inside a DeepHalo only those near the owned rows are known"
+        raise refuse(func, args, None, why)
+
+
 def align_broadcast(func: Any, args: Any) -> tuple[list[Any], ShardTensor, int]:
-    """Arguments of a broadcasting operation, plain tensors cut to own rows where they have all.
+    """Arguments of a broadcasting operation; plain tensors with all rows are narrowed.
 
     Returns:
         The arguments, the first sharded one, and the sharded dim counted from the right.
 
     Raises:
-        NoShardRule: shardings, or dims, do not match.
+        NoShardRule: shardings or sharded dims differ, or a plain tensor has another number of rows.
     """
     first = require_same_sharding(func, args)
     sharding = first._sharding
-    back = native_ndim(first) - first._dim
+    back = ndim_of(first) - first._dim
     out = list(args)
     for i, a in enumerate(args):
-        if type(a) is ShardTensor and native_ndim(a) - a._dim != back:
-            raise refuse(func, args, None, "sharded dims do not line up")
+        if type(a) is ShardTensor and ndim_of(a) - a._dim != back:
+            raise refuse(func, args, None, "the sharded dims of the arguments do not line up")
         if type(a) is ShardTensor or not isinstance(a, Tensor) or a.ndim < back:
             continue
         rows = a.shape[a.ndim - back]
         if rows not in (1, sharding.total):
-            raise refuse(func, args, None, f"a plain tensor has {rows} rows for {sharding.total}")
+            why = f"a plain tensor has {rows} rows, expected 1 or {sharding.total}"
+            raise refuse(func, args, None, why)
         if rows != 1:
-            out[i] = own_rows(a, sharding, a.ndim - back)
+            out[i] = narrow_to_owned(a, sharding, a.ndim - back)
     return out, first, back
 
 
-def own_rows(x: Tensor, sharding: Sharding, dim: int) -> Tensor:
-    """This rank's rows of a plain tensor that has all of them; its gradient is theirs."""
+def narrow_to_owned(x: Tensor, sharding: Sharding, dim: int) -> Tensor:
+    """This rank's rows of a plain tensor that has all rows; differentiable."""
     if sharding.domain.size == 1:
         return x
     return x.narrow(dim, sharding.first, sharding.own)
 
 
 def unwrap_rows(x: Any) -> tuple[Tensor, Sharding]:
-    """Own rows and how rows are divided; those of a plain tensor are all on one rank.
+    """Local rows and their sharding; a plain tensor has the sharding of a single rank.
 
     Raises:
-        MeshshardError: rows are not the first dim.
+        MeshshardError: the sharded dim is not the first.
     """
     if type(x) is not ShardTensor:
         return x, Sharding(Domain(device=x.device), [len(x)])
     if x.sharded_dim != 0:
-        raise MeshshardError(f"rows must be the first dim, they are dim {x.sharded_dim}")
+        raise MeshshardError(
+            f"expected a tensor sharded along dim 0, got {tuple(x.shape)} sharded along dim "
+            f"{x.sharded_dim}; move its rows to the front: x.movedim({x.sharded_dim}, 0)"
+        )
     return x.to_local(), x.sharding
 
 
-def shape_of(x: ShardTensor) -> torch.Size:
-    """The global shape."""
-    return global_shape(x, native_shape(x))
-
-
-def global_shape(x: ShardTensor, local: torch.Size) -> torch.Size:
-    """A local shape with the rows of all ranks."""
-    d = x._dim
+def global_shape(x: ShardTensor) -> torch.Size:
+    """The shape with the rows of all ranks."""
+    local, d = local_shape(x), x._dim
     return torch.Size((*local[:d], x._sharding.total, *local[d + 1 :]))
 
 
-_native = torch._C.DisableTorchFunctionSubclass
-
-
-def native_ndim(x: Tensor) -> int:
-    """Number of dims, asked without a rule."""
-    with _native():
-        return int(x.ndim)
-
-
-def native_shape(x: Tensor) -> torch.Size:
-    """Local shape, asked without a rule."""
-    with _native():
+def local_shape(x: Tensor) -> torch.Size:
+    """The shape with local rows, without calling a rule."""
+    with native():
         return x.shape
+
+
+def ndim_of(x: Tensor) -> int:
+    """Number of dims, without calling a rule."""
+    with native():
+        return int(x.ndim)

@@ -1,4 +1,4 @@
-"""Modules that see own rows: what torch has made parallel along another axis of the ranks."""
+"""Modules on owned rows: for what torch has made parallel along another axis of the ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from meshshard.tensor.shard_tensor import Sharding, ShardTensor
+from meshshard.tensor.shard_tensor import ShardTensor
+from meshshard.tensor.sharding import Sharding
 
 __all__ = ["by_own_rows"]
 
@@ -14,34 +15,36 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def by_own_rows(module: M) -> M:
-    """Let a module that treats rows alone see own rows, and give sharded ones back; in place.
+    """Make a row-wise module take local rows and return sharded ones; in place.
 
-    For what `parallelize_module` has divided along another axis (tensor parallelism): its weights
-    are DTensors, which know nothing of uneven rows. Names and parameters stay. A module that
-    couples rows would be wrong so, and only what is in it can tell: give it an MLP, a linear layer.
+    Use it for modules that `parallelize_module` has divided along another axis (tensor
+    parallelism): their weights are DTensors, which do not support uneven rows. Names and parameters
+    do not change. The module must treat rows independently, as a linear layer or an MLP does; this
+    is not checked, and the result of one that couples rows is wrong.
 
     Args:
-        module: takes a tensor of rows first, sharded along dim 0, and returns one of as many.
+        module: takes a tensor that is sharded along dim 0 first, and returns one with as many rows.
 
     Raises:
-        MeshshardError: from the module, where its output has not as many rows as its input.
+        MeshshardError: when the module is called, if its output has another number of rows than its
+            input.
     """
-    given: list[tuple[Sharding, int] | None] = []
+    inputs: list[tuple[Sharding, int] | None] = []
 
-    def _rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _unwrap(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0]
         if not isinstance(x, ShardTensor):
-            given.append(None)
+            inputs.append(None)
             return args
-        given.append((x.sharding, x.sharded_dim))
+        inputs.append((x.sharding, x.sharded_dim))
         return (x.to_local(), *args[1:])
 
-    def _sharded(_: nn.Module, args: Any, out: Any) -> Any:
-        kept = given.pop()
-        if kept is None or out is None:  # None: the module has raised
+    def _wrap(_: nn.Module, args: Any, out: Any) -> Any:
+        given = inputs.pop()
+        if given is None or out is None:  # out is None if the module has raised
             return out
-        return ShardTensor.from_local(out, *kept)
+        return ShardTensor.from_local(out, *given)
 
-    module.register_forward_pre_hook(_rows, prepend=True)
-    module.register_forward_hook(_sharded, always_call=True)
+    module.register_forward_pre_hook(_unwrap, prepend=True)
+    module.register_forward_hook(_wrap, always_call=True)
     return module

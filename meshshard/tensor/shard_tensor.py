@@ -1,122 +1,64 @@
-"""ShardTensor: local rows that answer with the global shape; and what rules are made of.
+"""ShardTensor: local rows that answer with the global shape, and the parts that rules are made of.
 
 The local tensor itself carries the class, so C++ autograd, DDP, FSDP2, checkpoints and hooks see an
-ordinary tensor of own rows. Python sees the global shape: every torch function comes to
-`__torch_function__` and is answered by the rule in `RULES`, or refused by name.
+ordinary tensor of owned rows. Python sees the global shape: every torch function goes through
+`__torch_function__`, which calls the rule in `RULES` or refuses the function by name.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from meshshard.comm import Domain
 from meshshard.errors import MeshshardError, n_of
+from meshshard.tensor._torch_private import (
+    current_autograd_node,
+    forward_mode_enabled,
+    in_checkpoint,
+    native,
+    not_compiled,
+)
+from meshshard.tensor.sharding import Sharding
 
 __all__ = [
     "RULES",
     "NoShardRule",
+    "Rule",
     "ShardTensor",
-    "Sharding",
-    "called_from",
-    "dim_of",
+    "Sharded",
+    "apply_local",
+    "in_user_hook",
     "local_of",
     "name_of",
-    "native",
+    "normalize_dim",
     "refuse",
     "shard_rule",
-    "sharded",
+    "sharded_in",
+    "uncompiled",
     "wrap",
 ]
 
 Rule = Callable[..., Any]
-Sharded = Any  # a ShardTensor, where operations follow whose results torch's stubs call Tensors
+Sharded = Any  # a ShardTensor, on which functions are called whose stubs promise a Tensor
 R = TypeVar("R", bound=Rule)
 RULES: dict[Any, Rule] = {}
-native = torch._C.DisableTorchFunctionSubclass  # within it, a ShardTensor is its own rows
-_node = torch._C._current_autograd_node
-_forward_mode = torch._C._is_fwd_grad_enabled  # off within autograd.Function.forward only
-_in_hook = [False]  # a user's hook on a gradient sees global shapes, though backward is running
+in_user_hook = [False]  # a user's hook on a gradient sees global shapes, although backward runs
 
 
-class NoShardRule(MeshshardError):  # noqa: N818 - a word of the docs
-    """A sharded tensor met an operation that has no exact rule."""
-
-
-class Sharding:
-    """How rows are divided: the domain, and how many each of its ranks owns.
-
-    Attributes:
-        domain: the ranks.
-        sizes: rows of each rank: the sharding shapes.
-        total: rows of all.
-        first: id of this rank's first row.
-        origin: (n_own,) int64 row in the source of every own row, which random numbers are keyed
-            by; None where ids are rows in the source.
-        shards: for every rank the rows of each of its shards, in order; one shard a rank where
-            nothing else was said.
-
-    Raises:
-        MeshshardError: sizes for another number of ranks, or below zero; or shards that do not add
-            up to them.
-    """
-
-    __slots__ = ("domain", "first", "origin", "own", "shards", "sizes", "total")
-
-    def __init__(
-        self,
-        domain: Domain,
-        sizes: Sequence[int],
-        origin: Tensor | None = None,
-        shards: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        if len(sizes) != domain.size:
-            raise MeshshardError(f"{n_of(len(sizes), 'sizes')} for {n_of(domain.size, 'ranks')}")
-        self.domain = domain
-        self.sizes = tuple(int(n) for n in sizes)
-        if min(self.sizes) < 0:
-            raise MeshshardError(f"sizes {self.sizes}: a rank owns 0 rows or more")
-        self.total = sum(self.sizes)
-        self.first = domain.offset(self.sizes)
-        self.own = self.sizes[domain.rank]
-        self.origin = origin
-        self.shards = tuple(map(tuple, shards or [(n,) for n in self.sizes]))
-        if tuple(map(sum, self.shards)) != self.sizes:
-            raise MeshshardError(f"shards of {self.shards} rows for ranks of {self.sizes}")
-
-    def sources(self, device: torch.device | None = None) -> Tensor:
-        """(n_own,) int64 row in the source of every own row."""
-        if self.origin is None:
-            return torch.arange(self.first, self.first + self.own, device=device)
-        return self.origin.to(device or self.origin.device)
-
-    def __eq__(self, other: object) -> bool:
-        """Same ranks, same sizes."""
-        return self is other or (
-            isinstance(other, Sharding)
-            and self.domain.group == other.domain.group
-            and self.sizes == other.sizes
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.sizes)
-
-    def __repr__(self) -> str:
-        return f"sizes {self.sizes}"
+class NoShardRule(MeshshardError, NotImplementedError):  # noqa: N818 - a word of the docs
+    """A torch function without an exact rule was called on a sharded tensor."""
 
 
 class ShardTensor(Tensor):
     """Rows of one tensor that is divided over the ranks of a domain.
 
     `shape` is the global one. Functions work by rules: exact, or refused with `NoShardRule`.
-    Reductions over the sharded dim return plain replicated tensors. Build one with `shard`,
-    `ShardTensor.from_local` or from a shard's field.
+    Reductions over the sharded dim return plain replicated tensors. Make one with `shard`, with
+    `ShardTensor.from_local` or from a field of a shard.
 
     Attributes:
         sharding: domain and sizes.
@@ -128,27 +70,30 @@ class ShardTensor(Tensor):
 
     @staticmethod
     def from_local(local: Tensor, sharding: Sharding, dim: int = 0) -> ShardTensor:
-        """Own rows as a sharded tensor; the storage is shared.
+        """Owned rows as a sharded tensor that shares their storage.
 
-        A leaf that wants a gradient gets its global one. Anything else that is being
-        differentiated is in the midst of local autograd, and stays there (see `meshshard.comm`).
+        If `local` is a leaf that requires a gradient, it gets its global gradient. Any other tensor
+        that is being differentiated stays in local autograd (see `meshshard.comm`).
 
         Raises:
-            MeshshardError: the rows are not as many as the sharding says.
-            IndexError: there is no such dim.
+            MeshshardError: the number of rows is not the one in the sharding.
+            IndexError: `local` does not have the dim.
         """
-        dim = dim_of(dim, local.ndim)
+        dim = normalize_dim(dim, local.ndim)
         if local.ndim == 0 or local.shape[dim] != sharding.own:
             raise MeshshardError(
-                f"rank {sharding.domain.rank} has a tensor {tuple(local.shape)}, "
-                f"sizes say {n_of(sharding.own, 'rows')} on dim {dim}"
+                f"from_local: rank {sharding.domain.rank} expected {n_of(sharding.own, 'rows')} on "
+                f"dim {dim}, got a tensor of shape {tuple(local.shape)}"
             )
         with native():
             alias = local.view_as(local)
-            if type(alias) is not Tensor:  # a collective of torch under way: a copy has waited
+            if type(alias) is not Tensor:  # the result of an asynchronous collective: clone waits
                 alias = alias.clone()
             if type(alias) is not Tensor:
-                raise MeshshardError(f"own rows must be a plain tensor, not {type(local).__name__}")
+                kind = type(local).__name__
+                raise MeshshardError(
+                    f"from_local: expected a plain tensor of owned rows, got a {kind}"
+                )
             if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
                 scale = 1 / sharding.domain.size
                 alias.register_hook(lambda grad: grad * scale)  # type: ignore[no-untyped-call]
@@ -166,16 +111,16 @@ class ShardTensor(Tensor):
 
     @property
     def _is_param(self) -> bool:
-        """Whether it is a parameter: never. DDP and FSDP would mix the rows of all ranks."""
+        """What `nn.Parameter` sets. Never true: DDP and FSDP would mix the rows of all ranks."""
         return False
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
-        why = "a parameter is the same on every rank: optimize a leaf, x.requires_grad_()"
+        why = "a parameter is replicated; to optimize a field, use a leaf: x.requires_grad_()"
         raise refuse("nn.Parameter", (self,), None, why)
 
     def to_local(self) -> Tensor:
-        """Own rows as a plain tensor, in the midst of local autograd (see `meshshard.comm`)."""
+        """Owned rows as a plain tensor, in local autograd (see `meshshard.comm`)."""
         with native():
             return self.view_as(self)
 
@@ -191,17 +136,21 @@ class ShardTensor(Tensor):
         return domain.all_gather(rows, self._sharding.sizes).movedim(0, self._dim)
 
     def redistribute(self, sizes: Sequence[int]) -> ShardTensor:
-        """The same rows in the same order under other sizes, to balance after rows were dropped.
+        """The same rows in the same order under other sizes, for example after rows were dropped.
 
         Communication: one all-to-all, forward and backward.
         """
         old = self._sharding
-        new = Sharding(old.domain, sizes, _moved(old.origin, old, sizes))
+        origin = old.origin
+        if origin is not None:
+            origin = old.domain.redistribute(origin, old.sizes, tuple(sizes))
+        new = Sharding(old.domain, sizes, origin)
         rows = self.to_local().movedim(self._dim, 0)
         moved = old.domain.redistribute(rows, old.sizes, new.sizes)
         return wrap(moved.movedim(0, self._dim), new, self._dim)
 
     @classmethod
+    @not_compiled
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -209,63 +158,50 @@ class ShardTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer a torch function by its rule, or refuse it by name."""
+        """Call the rule of a torch function, or refuse the function by name."""
         rule = RULES.get(func)
         if rule is None:
             raise refuse(func, args, kwargs)
-        if _node() is not None and _in_backward(func):
+        if current_autograd_node() is not None and _in_local_backward(func):
             with native():
                 return func(*args, **(kwargs or {}))
-        if not _forward_mode() and not torch.is_inference_mode_enabled():
+        if not forward_mode_enabled() and not torch.is_inference_mode_enabled():
             return _in_own_function(rule, func, args, kwargs or {})
         return rule(*args, **kwargs) if kwargs else rule(*args)
 
 
-def _in_backward(func: Any) -> bool:
-    """Whether this is the backward of a function outside of us, which is local autograd.
+def _in_local_backward(func: Any) -> bool:
+    """Whether this is the backward of a user's or torch's function: it works on local rows.
 
-    Checkpoints detach there what they will run forward again, as sharded as it was.
+    Checkpointing calls detach there on the inputs of the next forward, which stay sharded.
     """
-    return not torch.is_grad_enabled() and not _in_hook[0] and func is not Tensor.detach
+    return not torch.is_grad_enabled() and not in_user_hook[0] and func is not Tensor.detach
 
 
 def _in_own_function(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A rule within a user's autograd.Function: exact as long as it treats rows alone.
+    """A rule inside the forward of a user's autograd.Function: exact if it is row-wise.
 
-    The backward of such a function gets own rows of the gradient; where forward has reduced over
-    ranks it could not be right. All ranks have made the same calls, so all raise.
+    The backward of such a function gets the owned rows of the gradient, so a forward that reduces
+    over ranks would get a wrong one. All ranks have made the same calls, so all raise.
     """
-    found = sharded([*args, *kwargs.values()])
+    found = sharded_in([*args, *kwargs.values()])
     domain = found[0]._sharding.domain if found else None
     before = domain.traffic.total().calls if domain else 0
     out = rule(*args, **kwargs)
-    if domain and domain.traffic.total().calls != before and not _checkpointing():
-        why = "it couples rows inside your own autograd.Function, whose backward sees own rows"
+    if domain and domain.traffic.total().calls != before and not in_checkpoint():
+        why = (
+            "it couples rows inside your own autograd.Function, whose backward gets the owned rows "
+            "only"
+        )
         raise refuse(func, args, kwargs, why)
     return out
 
 
-def _checkpointing() -> bool:
-    """Whether the function around is torch's own, which runs a model forward."""
-    return called_from("torch/utils/checkpoint.py", "forward")
-
-
-def called_from(file: str, function: str = "") -> bool:
-    """Whether a function of a file of torch, or any of its functions, is being run."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.endswith(file) and function in ("", code.co_name):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def dim_of(dim: int, ndim: int) -> int:
+def normalize_dim(dim: int, ndim: int) -> int:
     """A dim counted from the left.
 
     Raises:
-        IndexError: as torch does, out of range.
+        IndexError: the dim is out of range, as in torch.
     """
     if not -ndim <= dim < max(ndim, 1):
         raise IndexError(f"Dimension out of range (dims are {-ndim} to {ndim - 1}, got {dim})")
@@ -273,21 +209,34 @@ def dim_of(dim: int, ndim: int) -> int:
 
 
 def wrap(local: Tensor, sharding: Sharding, dim: int) -> ShardTensor:
-    """Make a fresh local tensor a sharded one, without a copy and without a node of autograd."""
+    """Make a new local tensor a sharded one, without a copy and without a node of autograd."""
     out: ShardTensor = local  # type: ignore[assignment]
     out._sharding = sharding
     out._dim = dim
-    local.__class__ = ShardTensor  # last: Dynamo breaks its graph here
+    local.__class__ = ShardTensor  # last: TorchDynamo breaks its graph here
     return out
 
 
+def apply_local(
+    func: Callable[..., Any],
+    x: ShardTensor,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    dim: int | None = None,
+) -> ShardTensor:
+    """A function of the local rows of `x`; the result is sharded as `x`, along `dim` if given."""
+    with native():
+        out = func(x, *args, **kwargs) if kwargs else func(x, *args)
+    return wrap(out, x._sharding, x._dim if dim is None else dim)
+
+
 def local_of(x: Any) -> Tensor:
-    """Own rows of a sharded tensor as a plain one; a plain tensor as it is."""
+    """Local rows of a sharded tensor as a plain one; a plain tensor as it is."""
     rows: Tensor = x.to_local() if isinstance(x, ShardTensor) else x
     return rows
 
 
-def sharded(args: Any) -> list[ShardTensor]:
+def sharded_in(args: Iterable[Any]) -> list[ShardTensor]:
     """Every sharded tensor among arguments, one level of lists deep."""
     found = []
     for a in args:
@@ -299,10 +248,11 @@ def sharded(args: Any) -> list[ShardTensor]:
 
 
 def shard_rule(func: Callable[..., Any]) -> Callable[[R], R]:
-    """Decorator: answer `func` on sharded tensors by the decorated function, of equal signature.
+    """Decorator: the decorated function is the rule of `func` on sharded tensors.
 
-    The rule sees ShardTensors. `x.to_local()` gives own rows, `x.sharding` sizes and domain, whose
-    collectives are differentiable; `ShardTensor.from_local` makes the answer sharded again.
+    It has the signature of `func` and gets ShardTensors. `x.to_local()` gives the owned rows,
+    `x.sharding` the sizes and the domain, whose collectives are differentiable;
+    `ShardTensor.from_local` makes the result sharded again.
     """
 
     def _install(rule: R) -> R:
@@ -313,54 +263,37 @@ def shard_rule(func: Callable[..., Any]) -> Callable[[R], R]:
 
 
 def name_of(func: Any) -> str:
-    """What users call a torch function; attributes by the name of the attribute."""
+    """The public name of a torch function; for the getter of an attribute, the attribute's name."""
     owner = getattr(func, "__self__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__") and owner is not None:
         return f"Tensor.{getattr(owner, '__name__', owner)}"
     name = str(getattr(func, "__qualname__", func))
-    if "<locals>" in name:  # one of torch's two-way functions, F.max_pool1d
+    if "<locals>" in name:  # a function that torch chooses by an argument, as F.max_pool1d
         name = func.__name__
     name = re.sub(r"^pybind11_\w+\.", "", name)
     return name.replace("TensorBase.", "Tensor.").replace("_VariableFunctionsClass.", "torch.")
 
 
 def refuse(func: Any, args: Any = (), kwargs: Any = None, why: str = "") -> NoShardRule:
-    """The error for an operation without an exact rule: its name, shapes, the ways out."""
+    """The error for an operation without an exact rule: its name, shapes and what to do."""
     name = name_of(func) if not isinstance(func, str) else func
-    every = [*args, *(kwargs or {}).values()]
     shapes = ", ".join(
-        f"{tuple(a.shape)} with dim {a._dim} in {a._sharding}" for a in sharded(every)
+        f"{tuple(a.shape)} sharded along dim {a._dim} with {a._sharding}"
+        for a in sharded_in([*args, *(kwargs or {}).values()])
     )
     reason = f" ({why})" if why else ""
-    rule = f": {shapes}; register one with @shard_rule, or use" if shapes else "; use"
+    got = f": got {shapes}; register a rule with @shard_rule, or use" if shapes else "; use"
     return NoShardRule(
-        f"{name} has no exact rule for sharded tensors{reason}{rule} x.gather() "
-        f"(the whole, on every rank)"
+        f"{name} has no exact rule for sharded tensors{reason}{got} x.gather() "
+        "(the whole tensor on every rank)"
     )
-
-
-def _moved(origin: Tensor | None, old: Sharding, sizes: Sequence[int]) -> Tensor | None:
-    if origin is None:
-        return None
-    return old.domain.redistribute(origin, old.sizes, tuple(sizes))
-
-
-def _eagerly(func: Any) -> None:
-    """Dynamo leaves a function, and all that it calls, to run as it is."""
-    dynamo = torch._C._dynamo.eval_frame
-    if hasattr(dynamo, "set_code_exec_strategy"):
-        skip = dynamo._FrameAction.SKIP
-        dynamo.set_code_exec_strategy(func.__code__, dynamo._FrameExecStrategy(skip, skip))
 
 
 def uncompiled(call: Callable[..., Any], *given: Any) -> Any:
-    """The value of a call; where a tensor is sharded, Dynamo leaves it to run as it is."""
-    return _as_it_is(call, given) if sharded(given) else call(*given)
+    """The value of a call; if an argument is sharded, TorchDynamo does not compile the call."""
+    return _call_uncompiled(call, given) if sharded_in(given) else call(*given)
 
 
-def _as_it_is(call: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+@not_compiled
+def _call_uncompiled(call: Callable[..., Any], given: tuple[Any, ...]) -> Any:
     return call(*given)
-
-
-_eagerly(_as_it_is)
-_eagerly(ShardTensor.__torch_function__.__func__)  # type: ignore[attr-defined]

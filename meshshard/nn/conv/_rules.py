@@ -18,7 +18,9 @@ from meshshard.comm import linear
 from meshshard.nn.conv._context import ConvContext, Rule
 from meshshard.nn.conv._subgraph import pad_rows
 from meshshard.nn.graph._sparse import segment_max
-from meshshard.tensor.shard_tensor import Sharding, ShardTensor, native, wrap
+from meshshard.tensor import Sharding, ShardTensor
+from meshshard.tensor._torch_private import native
+from meshshard.tensor.shard_tensor import wrap
 
 __all__ = ["RULES", "on_owned_rows"]
 

@@ -30,7 +30,8 @@ from meshshard.nn.conv._subgraph import (
 )
 from meshshard.nn.conv.pyg import hops_of, is_pyg, pyg_class
 from meshshard.tensor import ShardGraph, ShardTensor
-from meshshard.tensor.shard_tensor import _eagerly, refuse, sharded
+from meshshard.tensor._torch_private import not_compiled
+from meshshard.tensor.shard_tensor import refuse, sharded_in
 
 __all__ = ["convert_conv"]
 
@@ -117,7 +118,7 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
     arguments = dict(zip(names, args, strict=False)) | kwargs
     graph = next(a for a in arguments.values() if isinstance(a, ShardGraph))
     name, row = type(conv).__name__, pyg_class(conv)
-    plain = not sharded(arguments.values())
+    plain = not sharded_in(arguments.values())
     if plain and graph.domain.size > 1:
         raise MeshshardError(
             f"{name}: the graph is sharded over {graph.domain.size} ranks, but the features are "
@@ -142,7 +143,7 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
     return run_on(subgraph)
 
 
-_eagerly(_run)  # compiled models break their graph here: exchanges and hooks run uncompiled
+not_compiled(_run)  # compiled models break their graph here: exchanges and hooks run uncompiled
 
 
 def _local(name: str, a: Any, subgraph: HaloSubgraph, conv: str) -> Any:

@@ -13,7 +13,7 @@ from meshshard.errors import MeshshardError, n_of
 from meshshard.graph.neighbors import finite
 from meshshard.tensor import Sharding, ShardTensor
 from meshshard.tensor.align import unwrap_rows
-from meshshard.tensor.rules.random import hash_uniform
+from meshshard.tensor.keyed_random import hash_uniform
 from meshshard.tensor.shard_tensor import wrap
 
 __all__ = ["farthest_points", "mask_of", "random_points"]

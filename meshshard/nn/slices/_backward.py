@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshshard.nn.slices._math import SliceLayer, by_heads, deslice, slice_means
 from meshshard.nn.slices._tiles import Tiling
-from meshshard.tensor.rules.reductions import wide
+from meshshard.tensor.tokens import accumulation_dtype
 
 __all__ = ["Backward", "GradientSums", "vjp"]
 
@@ -151,7 +151,11 @@ class GradientSums:
             if grad is None or not t.requires_grad:
                 continue
             have = self.sums[i]
-            self.sums[i] = grad.to(wide(grad.dtype), copy=True) if have is None else have.add_(grad)
+            self.sums[i] = (
+                grad.to(accumulation_dtype(grad.dtype), copy=True)
+                if have is None
+                else have.add_(grad)
+            )
 
     def result(self) -> list[Tensor | None]:
         """The sums in the dtypes of the tensors."""

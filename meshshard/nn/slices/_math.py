@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from meshshard.tensor.rules.reductions import wide
+from meshshard.tensor.tokens import accumulation_dtype
 
 __all__ = [
     "HeadTemperature", "Noise", "RowTemperature", "SliceLayer", "Stage", "attend", "attention",
@@ -197,8 +197,8 @@ def slice_sums(w: Tensor, f: Tensor) -> Tensor:
         w: weights (B, H, n, G).
         f: values (B, H, n, D).
     """
-    tokens = torch.matmul(w.transpose(-1, -2), f).to(wide(f.dtype))
-    return torch.cat([tokens, w.sum(-2, dtype=wide(w.dtype))[..., None]], -1)
+    tokens = torch.matmul(w.transpose(-1, -2), f).to(accumulation_dtype(f.dtype))
+    return torch.cat([tokens, w.sum(-2, dtype=accumulation_dtype(w.dtype))[..., None]], -1)
 
 
 def slice_means(sums: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from meshshard.nn.slices._forward import apply_layer
 from meshshard.nn.slices._math import HeadTemperature, Noise, RowTemperature, SliceLayer, Stage
 from meshshard.nn.slices._tiles import SliceSums, Tiling
 from meshshard.tensor import Sharding, ShardTensor
-from meshshard.tensor.rules.random import hash_uniform
+from meshshard.tensor.keyed_random import hash_uniform
 from meshshard.tensor.shard_tensor import refuse, uncompiled, wrap
 
 __all__ = ["CrossSliceAttention", "SliceAttention"]

@@ -1,8 +1,8 @@
-"""Tiles: attention of some queries to some keys, which add up to that of all to all.
+"""Tiles: attention of some queries to some keys, and how tiles are merged.
 
-A tile gives its output and the logarithm of the sum of its exponentials; tiles are merged by these
-(Milakov and Gimelshein 2018; Rabe and Staats 2021). Backward computes a tile again from the log-sum
-of all tiles (Dao et al. 2022), so no matrix of all pairs is ever whole.
+A tile has its output and its log-sum-exp, by which tiles are merged (Milakov and Gimelshein 2018;
+Rabe and Staats 2021). Backward recomputes a tile from the log-sum-exp of all tiles (Dao et al.
+2022), so the matrix of all pairs is never stored.
 """
 
 from __future__ import annotations
@@ -13,36 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshshard.tensor.rules.random import hash_uniform
+from meshshard.tensor._torch_private import FLASH, FLASH_BACKWARD
+from meshshard.tensor.keyed_random import hash_uniform
 
-__all__ = [
-    "DropoutKey",
-    "Tile",
-    "attend",
-    "attend_backward",
-    "finite",
-    "is_fast",
-    "merge",
-    "pieces",
-    "tile_columns",
-    "tile_rows",
-]
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-FLASH_ROWS = 2048  # queries a call of the kernel
-COLUMNS = 1024  # keys of a tile where plain mathematics holds its scores
-PAIRS = 2**22  # that plain mathematics holds at once
+FLASH_ROWS = 2048  # queries in a call of the flash kernel
+COLUMNS = 1024  # keys of a tile without the kernel
+PAIRS = 2**22  # scores that are stored at once without the kernel
 
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """Dropout of weights, keyed by both rows in the source, so by no partition.
+    """Dropout of weights, keyed by the rows of query and key in the source.
+
+    The mask does not depend on the partition.
 
     Attributes:
-        seed: of one call.
+        seed: seed of one call.
         p: probability that a weight is dropped.
-        rows: (n_queries,) row in the source of own queries.
+        rows: (n_queries,) row in the source of owned queries.
         columns: (n_keys,) row in the source of all keys.
     """
 
@@ -52,7 +40,7 @@ class DropoutKey:
     columns: Tensor
 
     def factor(self, rows: slice, columns: slice, like: Tensor) -> Tensor:
-        """What weights of shape (batch, heads, rows, columns) are multiplied by."""
+        """The factor of weights, (batch, heads, rows, columns): 0 if dropped, else 1 / (1 - p)."""
         layers = torch.arange(like.shape[0] * like.shape[1], device=like.device)
         layers = layers.view(*like.shape[:2], 1, 1)
         draw = hash_uniform(self.seed, self.rows[rows, None], self.columns[None, columns], layers)
@@ -62,13 +50,14 @@ class DropoutKey:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a tile of scores is besides queries and keys.
+    """All arguments of a tile but queries, keys and values.
 
     Attributes:
-        scale: factor of the products.
-        causal: query i meets keys up to i, both counted within the tile.
-        mask: (batch or 1, heads or 1, queries or 1, keys or 1), bool (true: meets) or added.
-        factor: (batch, heads, queries, keys) of the weights, for dropout.
+        scale: factor of the scores.
+        causal: query i attends to keys up to i, both counted within the tile.
+        mask: (batch or 1, heads or 1, queries or 1, keys or 1), bool (true: attends) or added to
+            the scores.
+        factor: (batch, heads, queries, keys) factor of the weights, for dropout.
     """
 
     scale: float
@@ -77,7 +66,7 @@ class Tile:
     factor: Tensor | None = None
 
     def bias(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """The mask as numbers to add, of full size in queries and keys."""
+        """The mask as numbers to add to scores, expanded in queries and keys."""
         if self.mask is None:
             return None
         mask = self.mask
@@ -86,22 +75,22 @@ class Tile:
         return mask.to(q.dtype).expand(*mask.shape[:2], q.shape[-2], k.shape[-2])
 
 
-def is_fast(q: Tensor, v: Tensor, dropped: bool) -> bool:
-    """Whether torch's kernel takes it: on a CPU, without dropout, widths alike."""
+def has_flash_kernel(q: Tensor, v: Tensor, dropped: bool) -> bool:
+    """Whether torch's flash kernel supports it: on a CPU, without dropout, with equal widths."""
     return not dropped and q.is_cpu and q.shape[-1] == v.shape[-1]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """Output (batch, heads, queries, width) and log-sum-exp (batch, heads, queries) of a tile."""
-    if is_fast(q, v, tile.factor is not None):
+    if has_flash_kernel(q, v, tile.factor is not None):
         bias = tile.bias(q, k)
-        out, lse = _flash(q, k, v, 0.0, tile.causal, attn_mask=bias, scale=tile.scale)
-        if bias is not None:  # the kernel says 0 where a query meets no key
+        out, lse = FLASH(q, k, v, 0.0, tile.causal, attn_mask=bias, scale=tile.scale)
+        if bias is not None:  # the kernel returns 0 for a query that attends to no key
             lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
         return out, lse
     scores = _scores(q, k, tile)
     lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - finite(lse)[..., None])
+    weights = torch.exp(scores - zero_if_empty(lse)[..., None])
     weights = weights if tile.factor is None else weights * tile.factor
     return weights @ v.to(weights.dtype), lse
 
@@ -112,64 +101,64 @@ def attend_backward(
     """Gradients of a tile's queries, keys and values.
 
     Args:
-        grad: of the output of all tiles.
-        found: output and log-sum-exp of all tiles, the latter finite.
+        grad: gradient of the output.
+        found: output and finite log-sum-exp of all tiles.
         q: queries of the tile.
         k: keys of the tile.
         v: values of the tile.
-        tile: as it was forward.
+        tile: the same as in forward.
     """
     out, lse = found
-    if is_fast(q, v, tile.factor is not None):
+    if has_flash_kernel(q, v, tile.factor is not None):
         bias = tile.bias(q, k)
-        dq, dk, dv = _flash_backward(
+        dq, dk, dv = FLASH_BACKWARD(
             grad, q, k, v, out, lse, 0.0, tile.causal, attn_mask=bias, scale=tile.scale
         )
         return dq, dk, dv
     weights = torch.exp(_scores(q, k, tile) - lse[..., None])
     grad, out, q, k, v = (x.to(weights.dtype) for x in (grad, out, q, k, v))
-    apart = grad @ v.mT
+    dweights = grad @ v.mT
     if tile.factor is not None:
-        apart = apart * tile.factor
-    apart = (apart - (grad * out).sum(-1, keepdim=True)) * weights * tile.scale
+        dweights = dweights * tile.factor
+    dscores = (dweights - (grad * out).sum(-1, keepdim=True)) * weights * tile.scale
     weights = weights if tile.factor is None else weights * tile.factor
-    return apart @ k, apart.mT @ q, weights.mT @ grad
+    return dscores @ k, dscores.mT @ q, weights.mT @ grad
 
 
 def _scores(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
-    """Scaled products with the mask, in float32 at least."""
+    """Masked scores, in float32 at least."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).mT * tile.scale
     bias = tile.bias(q, k)
     if bias is not None:
         scores = scores + bias
     if tile.causal:
-        met = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~met, -torch.inf)
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~allowed, -torch.inf)
     return scores
 
 
-def finite(lse: Tensor) -> Tensor:
-    """Log-sums with 0 for those of nothing, which stand in a difference of exponents."""
+def zero_if_empty(lse: Tensor) -> Tensor:
+    """Log-sum-exp with 0 instead of -inf, the value of an empty sum, to be subtracted safely."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Add a tile to others of the same queries, in place."""
+    """Merge a tile into the result of others with the same queries, in place."""
     top = torch.logaddexp(lse, more_lse.to(lse.dtype))
-    safe = finite(top)
+    safe = zero_if_empty(top)
     out.mul_(torch.exp(lse - safe)[..., None])
     out.add_(more * torch.exp(more_lse - safe)[..., None])
     lse.copy_(top)
 
 
-def pieces(rows: range, columns: range, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """Which rows of a tile meet which columns, as full tiles and as causal ones.
+def causal_parts(rows: range, columns: range, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+    """The parts of a tile with any attention, and whether each is causal within itself.
 
     Args:
         rows: ids of the queries.
         columns: ids of the keys.
-        causal: whether query i meets keys up to i alone.
+        causal: whether query i attends to keys up to i only.
     """
     if not len(rows) or not len(columns):
         return
@@ -185,15 +174,15 @@ def pieces(rows: range, columns: range, causal: bool) -> Iterator[tuple[slice, s
         yield slice(skip, len(rows)), slice(before, before + n), True
 
 
-def tile_rows(q: Tensor, n_keys: int, large: bool) -> Iterator[slice]:
-    """Queries in runs: large ones for the kernel, which holds no scores, or those of few pairs."""
+def tile_rows(q: Tensor, n_keys: int, flash: bool) -> Iterator[slice]:
+    """Consecutive queries: `FLASH_ROWS` for the flash kernel, else as many as make `PAIRS`."""
     n = q.shape[-2]
-    each = FLASH_ROWS if large else max(16, PAIRS // max(1, q.shape[0] * q.shape[1] * n_keys))
+    each = FLASH_ROWS if flash else max(16, PAIRS // max(1, q.shape[0] * q.shape[1] * n_keys))
     for start in range(0, n, each):
         yield slice(start, min(start + each, n))
 
 
 def tile_columns(n: int) -> Iterator[tuple[int, int]]:
-    """Keys in runs, each from one to before another, for plain mathematics."""
+    """Consecutive keys, from start to before stop, without the flash kernel."""
     for start in range(0, n, COLUMNS):
         yield start, min(start + COLUMNS, n)

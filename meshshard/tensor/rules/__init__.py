@@ -1,6 +1,7 @@
 """Rules: how each torch function works on sharded tensors, one module a family.
 
-`FAMILIES` is the table of all rules. A function without a rule is refused by name.
+`FAMILIES` is the table of all rules; a function has a rule in one family only. A function without a
+rule is refused by name.
 """
 
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from meshshard.tensor.rules import (
     attention,
     attributes,
+    autograd,
     convolutions,
     indexing,
     losses,
@@ -33,13 +35,14 @@ FAMILIES: dict[str, dict[Any, Rule]] = {
     "matmul": matmul.RULES,
     "views": views.RULES,
     "indexing": indexing.RULES,
-    "attention": attention.RULES,
     "scatter": scatter.RULES,
+    "attention": attention.RULES,
     "norms": norms.RULES,
     "losses": losses.RULES,
     "random": random.RULES,
     "convolutions": convolutions.RULES,
     "recurrent": recurrent.RULES,
     "optimizers": optimizers.RULES,
+    "autograd": autograd.RULES,
     "attributes": attributes.RULES,
 }

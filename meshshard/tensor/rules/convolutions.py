@@ -1,36 +1,34 @@
-"""Rules of convolutions on grids whose rows are sharded: a grid is a graph with a halo of rows."""
+"""Rules of convolutions on grids that are sharded along one dim, with a halo of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.comm.linear import Window, apply
-from meshshard.tensor.align import native_ndim
-from meshshard.tensor.shard_tensor import Rule, Sharding, ShardTensor, native, refuse, wrap
-
-__all__ = ["RULES"]
+from meshshard.tensor._torch_private import native
+from meshshard.tensor.align import ndim_of, require_whole_domain
+from meshshard.tensor.rules.table import functions_named
+from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, wrap
+from meshshard.tensor.sharding import Sharding
 
 
 def _conv(func: Callable[..., Any], n: int) -> Rule:
-    """ConvNd of (batch, channels, grid): the first grid dim, or the batch, may be sharded."""
+    """The rule of ConvNd on (batch, channels, *grid), sharded by batch or along a grid dim."""
 
     def _rule(
         x: Any, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0,
         dilation: Any = 1, groups: int = 1,
     ) -> Any:  # fmt: skip
-        if type(x) is not ShardTensor or type(weight) is ShardTensor or native_ndim(x) != n + 2:
-            raise refuse(func, (x, weight), None, "give (batch, channels, grid) and plain weights")
+        if type(x) is not ShardTensor or type(weight) is ShardTensor or ndim_of(x) != n + 2:
+            why = "expected a sharded input (batch, channels, *grid) and plain weights"
+            raise refuse(func, (x, weight), None, why)
         if x._dim == 0:
-            with native():
-                out = func(x, weight, bias, stride, padding, dilation, groups)
-            return wrap(out, x._sharding, 0)
-        if not x._sharding.domain.whole:
-            raise refuse(func, (x,), None, "it couples rows, of which some are here")
+            return apply_local(func, x, (weight, bias, stride, padding, dilation, groups))
+        require_whole_domain(func, (x,), x._sharding.domain)
         stride, dilation = _each(stride, n), _each(dilation, n)
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         padding = [r // 2 for r in reach] if padding == "same" else padding
@@ -40,7 +38,8 @@ def _conv(func: Callable[..., Any], n: int) -> Rule:
             return _patches(x, stride[at], lambda y: func(
                 y, weight, bias, stride, padding, dilation, groups))  # fmt: skip
         if x._dim < 2 or stride[at] != 1 or 2 * padding[at] != reach[at]:
-            raise refuse(func, (x, weight), None, "rows need stride 1 and padding that keeps them")
+            why = "along the sharded dim, expected stride 1 and padding that keeps its size"
+            raise refuse(func, (x, weight), None, why)
         wide = _with_halo(x, padding[at])
         padding[at] = 0
         with native():
@@ -52,29 +51,29 @@ def _conv(func: Callable[..., Any], n: int) -> Rule:
 
 
 def _patches(x: ShardTensor, each: int, conv: Callable[[Tensor], Tensor]) -> ShardTensor:
-    """Kernels side by side, as in a patch embedding: each lies on one rank."""
+    """Kernels that do not overlap, as in a patch embedding: each lies on one rank."""
     old = x._sharding
     if any(n % each for n in old.sizes):
-        why = f"patches of {each} rows need sizes that are multiples of it: redistribute first"
+        why = f"with patches of {each} rows, sizes must be multiples of it: redistribute first"
         raise refuse("conv", (x,), None, why)
     sizes = [n // each for n in old.sizes]
     with native():
-        own = x.view_as(x)
-        if not old.own:  # a kernel must fit, though nothing comes of it
-            own = F.pad(own.movedim(x._dim, -1), (0, each)).movedim(-1, x._dim)
-        out = conv(own).narrow(x._dim, 0, sizes[old.domain.rank])
+        rows = x.view_as(x)
+        if not old.own:  # torch needs rows for one kernel; its output is dropped
+            rows = F.pad(rows.movedim(x._dim, -1), (0, each)).movedim(-1, x._dim)
+        out = conv(rows).narrow(x._dim, 0, sizes[old.domain.rank])
     return wrap(out, Sharding(old.domain, sizes), x._dim)
 
 
 def _with_halo(x: ShardTensor, reach: int) -> Tensor:
-    """Own rows between `reach` rows of the neighbors, zeros beyond the ends of the grid."""
+    """Owned rows between `reach` rows of the neighbors; zeros beyond the ends of the grid."""
     sharding = x._sharding
     with native():
         rows = x.movedim(x._dim, 0)
         wide = apply(Window(sharding.domain, sharding.sizes, reach), rows)
         above = max(0, reach - sharding.first)
         below = max(0, sharding.first + sharding.own + reach - sharding.total)
-        if not sharding.own:  # a kernel must fit, though nothing comes of it
+        if not sharding.own:  # torch needs rows for one kernel; its output is dropped
             above, below = 0, 2 * reach + 1
         return F.pad(wide.movedim(0, -1), (above, below)).movedim(-1, x._dim)
 
@@ -83,11 +82,4 @@ def _each(value: Any, n: int) -> list[int]:
     return [value] * n if isinstance(value, int) else list(value)
 
 
-RULES: dict[Any, Rule] = {
-    F.conv1d: _conv(F.conv1d, 1),
-    F.conv2d: _conv(F.conv2d, 2),
-    F.conv3d: _conv(F.conv3d, 3),
-    torch.conv1d: _conv(torch.conv1d, 1),
-    torch.conv2d: _conv(torch.conv2d, 2),
-    torch.conv3d: _conv(torch.conv3d, 3),
-}
+RULES: dict[Any, Rule] = {f: _conv(f, n) for n in (1, 2, 3) for f in functions_named(f"conv{n}d")}

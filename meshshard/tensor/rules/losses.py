@@ -1,173 +1,159 @@
-"""Rules of losses: terms row by row, then the global sum or the sum over the global count."""
+"""Rules of losses: terms by row, then the global sum, or that over the global count."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from inspect import signature
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from meshshard.tensor._torch_private import l1_loss_weight, legacy_reduction, native
 from meshshard.tensor.align import (
     align_broadcast,
-    native_ndim,
-    own_rows,
+    global_shape,
+    narrow_to_owned,
+    ndim_of,
     require_same_sharding,
-    shape_of,
 )
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, native, refuse, wrap
-
-__all__ = ["RULES"]
-
-_legacy: Any = F._Reduction  # type: ignore[attr-defined]
+from meshshard.tensor.shard_tensor import Rule, ShardTensor, refuse, wrap
 
 
 def _elementwise(func: Callable[..., Any]) -> Rule:
-    """Losses whose terms broadcast: mse, l1, huber, binary cross entropy, …."""
+    """The rule of a loss whose terms are pointwise."""
     names = list(signature(func).parameters)
 
     def _rule(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        how = _reduction(given)
+        reduction = _pop_reduction(given)
         tensors = [n for n, v in given.items() if isinstance(v, Tensor)]
         parts, first, back = align_broadcast(func, [given[n] for n in tensors])
         with native():
             terms = func(**(given | dict(zip(tensors, parts, strict=True)) | {"reduction": "none"}))
         terms = wrap(terms, first._sharding, terms.ndim - back)
-        if how == "batchmean":
-            return terms.sum() / shape_of(first)[0]
-        if how == "mean" and func is F.mse_loss and given.get("weight") is not None:
+        if reduction == "batchmean":
+            return terms.sum() / global_shape(first)[0]
+        if reduction == "mean" and func is F.mse_loss and given.get("weight") is not None:
             return terms.sum() / given["weight"].sum()
-        return _reduced(terms, how)
+        return _reduced(terms, reduction)
 
     return _rule
 
 
-def _reduction(given: dict[str, Any]) -> str:
-    """How terms are reduced, deprecated words included."""
+def _pop_reduction(given: dict[str, Any]) -> str:
+    """The reduction, also if it is given by its deprecated arguments; they are removed."""
     size_average, reduce = given.pop("size_average", None), given.pop("reduce", None)
-    how = given.pop("reduction", "mean")
+    reduction = given.pop("reduction", "mean")
     if size_average is not None or reduce is not None:
-        how = _legacy.legacy_get_string(size_average, reduce)
-    if how not in ("none", "mean", "sum", "batchmean"):
-        raise ValueError(f"{how} is not a valid value for reduction")
-    return str(how)
+        reduction = legacy_reduction(size_average, reduce)
+    if reduction not in ("none", "mean", "sum", "batchmean"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return str(reduction)
 
 
-def _reduced(terms: ShardTensor, how: str) -> Any:
-    return terms if how == "none" else terms.sum() if how == "sum" else terms.mean()
+def _reduced(terms: ShardTensor, reduction: str) -> Any:
+    if reduction == "none":
+        return terms
+    return terms.sum() if reduction == "sum" else terms.mean()
 
 
 def _rowwise(func: Callable[..., Any]) -> Rule:
-    """Losses of vectors: a term for each row, classes or features in the last or second dim."""
+    """The rule of a loss with one term for each row, which is a vector."""
     names = list(signature(func).parameters)
 
     def _rule(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        how = _reduction(given)
+        reduction = _pop_reduction(given)
         first = require_same_sharding(func, list(given.values()))
-        if first._dim != 0 or native_ndim(first) < 2:
-            raise refuse(func, list(given.values()), None, "rows must be the first dim")
+        if first._dim != 0 or ndim_of(first) < 2:
+            why = "the sharded dim must be the first of two or more"
+            raise refuse(func, list(given.values()), None, why)
         parts = {
-            n: own_rows(v, first._sharding, 0)
+            n: narrow_to_owned(v, first._sharding, 0)
             if isinstance(v, Tensor) and type(v) is not ShardTensor and n != "weight"
             else v
             for n, v in given.items()
         }
         with native():
             terms = func(**parts, reduction="none")
-        return _reduced(wrap(terms, first._sharding, 0), how)
+        return _reduced(wrap(terms, first._sharding, 0), reduction)
 
     return _rule
 
 
-_distance = _elementwise(F.l1_loss)
+_l1_loss = _elementwise(F.l1_loss)
 
 
 def l1_loss(*args: Any, **kwargs: Any) -> Any:
-    """The mean of distances; refused with a weight, which torch leaves behind on the way here."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame and frame.f_code is not F.l1_loss.__code__:
-        frame = frame.f_back
-    if frame and frame.f_locals.get("weight") is not None:
-        why = "torch drops its weight: write ((x - y).abs() * weight).sum() / weight.sum()"
+    """F.l1_loss; refused with a weight, which torch does not pass on."""
+    if l1_loss_weight() is not None:
+        why = "torch ignores its weight: write ((x - y).abs() * weight).sum() / weight.sum()"
         raise refuse(F.l1_loss, args, None, why)
-    return _distance(*args, **kwargs)
+    return _l1_loss(*args, **kwargs)
 
 
-def cross_entropy(*args: Any, **kwargs: Any) -> Any:
-    """Cross entropy and negative log likelihood: a mean over the weights of the classes hit."""
-    return _classes(F.cross_entropy, *args, **kwargs)
+def _classes(func: Callable[..., Any]) -> Rule:
+    """The rule of cross entropy and negative log likelihood: a mean over class weights."""
+    names = list(signature(func).parameters)
+
+    def _rule(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        reduction = _pop_reduction(given)
+        x, target = given.pop("input"), given.pop("target")
+        first = require_same_sharding(func, (x, target))
+        if ndim_of(x) < 2 or (type(x) is ShardTensor and first._dim == 1):
+            raise refuse(func, (x, target), None, "the classes are sharded")
+        indices = not target.is_floating_point()  # class indices, else probabilities
+        x, target, dim = _owned_classes(x, target, first, indices)
+        with native():
+            terms = func(x, target, **given, reduction="none")
+            weights = _class_weights(target, given) if indices else None
+        terms = wrap(terms, first._sharding, dim - (dim > 1))
+        if reduction != "mean" or weights is None:
+            return _reduced(terms, reduction)
+        return terms.sum() / first._sharding.domain.all_reduce(weights.sum())
+
+    return _rule
 
 
-def nll_loss(*args: Any, **kwargs: Any) -> Any:
-    """Negative log likelihood."""
-    return _classes(F.nll_loss, *args, **kwargs)
+def _owned_classes(
+    x: Any, target: Any, first: ShardTensor, indices: bool
+) -> tuple[Tensor, Tensor, int]:
+    """Owned rows of input and target, and the sharded dim of the input."""
+    sharding, dim = first._sharding, first._dim
+    if type(x) is not ShardTensor:
+        dim += dim > 0  # class indices have no dim of classes
+        x = narrow_to_owned(x, sharding, dim)
+    if type(target) is not ShardTensor:
+        target = narrow_to_owned(target, sharding, dim - (dim > 1 and indices))
+    return x, target, dim
 
 
-def _classes(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    given = dict(zip(signature(func).parameters, args, strict=False)) | kwargs
-    how = _reduction(given)
-    x, target = given.pop("input"), given.pop("target")
-    first = require_same_sharding(func, (x, target))
-    dim = first._dim
-    if native_ndim(x) < 2 or (type(x) is ShardTensor and dim == 1):
-        raise refuse(func, (x, target), None, "classes are sharded")
-    by_number = not target.is_floating_point()
-    at = dim if type(x) is ShardTensor else (0 if dim == 0 else dim + 1)
-    x = x if type(x) is ShardTensor else own_rows(x, first._sharding, at)
-    row = at - (at > 1 and by_number)
-    target = target if type(target) is ShardTensor else own_rows(target, first._sharding, row)
-    with native():
-        terms = func(x, target, **given, reduction="none")
-        count = _weights(target, given) if by_number else None
-    terms = wrap(terms, first._sharding, at - (at > 1))
-    if how != "mean":
-        return _reduced(terms, how)
-    if count is None:
-        return terms.mean()
-    return terms.sum() / first._sharding.domain.all_reduce(count.sum())
-
-
-def _weights(target: Tensor, given: dict[str, Any]) -> Tensor:
-    """Weight of the class of every target, zero where it is ignored."""
-    there = target != given.get("ignore_index", -100)
+def _class_weights(target: Tensor, given: dict[str, Any]) -> Tensor:
+    """Weight of the class of every target, zero if the target is ignored."""
+    valid = target != given.get("ignore_index", -100)
     weight = given.get("weight")
     if weight is None:
-        ones: Tensor = there.to(torch.get_default_dtype())
+        ones: Tensor = valid.to(torch.get_default_dtype())
         return ones
-    picked: Tensor = weight[torch.where(there, target, 0)] * there
-    return picked
+    weights: Tensor = weight[torch.where(valid, target, 0)] * valid
+    return weights
 
 
-ELEMENTWISE = [
-    "mse_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
-    "poisson_nll_loss",
-    "gaussian_nll_loss",
-    "soft_margin_loss",
-    "hinge_embedding_loss",
-    "margin_ranking_loss",
-]
-ROWWISE = [
-    "cosine_embedding_loss",
-    "multilabel_soft_margin_loss",
-    "multilabel_margin_loss",
-    "multi_margin_loss",
-    "triplet_margin_loss",
-]
+ELEMENTWISE = """
+mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
+poisson_nll_loss gaussian_nll_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss
+"""
+ROWWISE = """
+cosine_embedding_loss multilabel_soft_margin_loss multilabel_margin_loss multi_margin_loss
+triplet_margin_loss
+"""
 RULES: dict[Any, Rule] = {
-    **{f: _elementwise(f) for n in ELEMENTWISE if (f := getattr(F, n, None))},
-    **{f: _rowwise(f) for n in ROWWISE if (f := getattr(F, n, None))},
+    **{f: _elementwise(f) for n in ELEMENTWISE.split() if (f := getattr(F, n, None))},
+    **{f: _rowwise(f) for n in ROWWISE.split() if (f := getattr(F, n, None))},
     F.l1_loss: l1_loss,
-    F.cross_entropy: cross_entropy,
-    F.nll_loss: nll_loss,
+    F.cross_entropy: _classes(F.cross_entropy),
+    F.nll_loss: _classes(F.nll_loss),
 }

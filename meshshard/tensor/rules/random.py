@@ -1,67 +1,45 @@
-"""Rules of chance: a draw is keyed by the row in the source, so it is the same on any ranks.
+"""Rules of random functions: a draw does not depend on the number of ranks or the partition.
 
-The default generator gives one seed for each draw, equally on every rank, so replicated draws stay
-equal; numbers are hashes of (seed, row in the source, place in the row).
+The default generator gives one seed for each draw, identically on every rank, so replicated draws
+stay equal; numbers are hashes of (seed, row in the source, position in the row).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from meshshard.tensor.align import native_shape, shape_of
-from meshshard.tensor.rules.attributes import requires_grad_
-from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, native, refuse, wrap
+from meshshard.tensor._torch_private import native
+from meshshard.tensor.align import global_shape, local_shape
+from meshshard.tensor.keyed_random import hash_uniform
+from meshshard.tensor.rules.autograd import requires_grad_
+from meshshard.tensor.rules.table import rowwise
+from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, refuse, wrap
 
-__all__ = ["RULES", "hash_uniform", "uniform"]
 
-
-def uniform(x: Sharded) -> Tensor:
-    """Own numbers of a uniform draw in [0, 1), float64, of the local shape of `x`."""
+def _uniform(x: Sharded) -> Tensor:
+    """Uniform numbers in [0, 1), float64, of the local shape of `x`."""
     seed = x._sharding.domain.shared_seed()
     with native():
         shape, sharding = x.shape, x._sharding
         rows = sharding.sources(x.device)
-        column = [n if d != x._dim else 1 for d, n in enumerate(shape)]
-        places = torch.arange(math.prod(column), device=x.device).reshape(column)
-        along = [-1 if d == x._dim else 1 for d in range(len(shape))]
-        return hash_uniform(seed, rows.view(along), places)
-
-
-def hash_uniform(seed: int, *ids: Tensor) -> Tensor:
-    """Numbers in [0, 1), float64, that a seed and ids alone decide; ids broadcast."""
-    key = ids[0] + seed
-    for more in ids[1:]:
-        key = _mix(key) + more
-    bits = _mix(_mix(key)) >> 11 & (2**53 - 1)
-    return bits.to(torch.float64) * 2.0**-53
-
-
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64, which wraps (Steele, Lea and Flood, 2014)."""
-    x = x + -7046029254386353131
-    x = (x ^ _right(x, 30)) * -4658895280553007687
-    x = (x ^ _right(x, 27)) * -7723592293110705685
-    return x ^ _right(x, 31)
-
-
-def _right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+        one_row = [n if d != x._dim else 1 for d, n in enumerate(shape)]
+        positions = torch.arange(math.prod(one_row), device=x.device).reshape(one_row)
+        along_rows = [-1 if d == x._dim else 1 for d in range(len(shape))]
+        return hash_uniform(seed, rows.view(along_rows), positions)
 
 
 def dropout(x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Dropout with a mask that does not depend on the partition."""
+    """F.dropout, with a mask that does not depend on the partition."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
         return x
-    keep = uniform(x) >= p
+    keep = _uniform(x) >= p
     with native():
         factor = keep.to(x.dtype) / (1 - p) if p < 1 else torch.zeros_like(x)
         out = x.mul_(factor) if inplace else x * factor
@@ -77,12 +55,12 @@ def rand_like(x: Sharded, **kwargs: Any) -> ShardTensor:
     """Uniform numbers in [0, 1)."""
     _default_only(torch.rand_like, x, kwargs)
     with native():
-        draw = uniform(x).to(kwargs.get("dtype") or x.dtype)
+        draw = _uniform(x).to(kwargs.get("dtype") or x.dtype)
     return _made(draw, x, kwargs)
 
 
 def randn_like(x: Sharded, **kwargs: Any) -> ShardTensor:
-    """Normal numbers, by the inverse of their distribution."""
+    """Normal numbers, by the inverse of the cumulative distribution."""
     _default_only(torch.randn_like, x, kwargs)
     with native():
         draw = _normal(x).to(kwargs.get("dtype") or x.dtype)
@@ -90,10 +68,10 @@ def randn_like(x: Sharded, **kwargs: Any) -> ShardTensor:
 
 
 def bernoulli(x: Sharded, p: Any = None, **kwargs: Any) -> ShardTensor:
-    """Zeros and ones with the probability that x says, or p."""
+    """Zeros and ones, with the probabilities x, or p."""
     _default_only(torch.bernoulli, x, kwargs)
     with native():
-        draw = (uniform(x) < (x if p is None else p)).to(x.dtype)
+        draw = (_uniform(x) < (x if p is None else p)).to(x.dtype)
     return wrap(draw, x._sharding, x._dim)
 
 
@@ -102,7 +80,7 @@ def uniform_(x: Sharded, low: float = 0.0, to: float = 1.0, **kwargs: Any) -> Sh
     _default_only(torch.Tensor.uniform_, x, kwargs)
     low = kwargs.get("from", low)
     with native(), torch.no_grad():
-        x.copy_(uniform(x) * (to - low) + low)
+        x.copy_(_uniform(x) * (to - low) + low)
     return x  # type: ignore[no-any-return]
 
 
@@ -116,11 +94,12 @@ def normal_(x: Sharded, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> S
 
 def _default_only(func: Any, x: Sharded, kwargs: dict[str, Any]) -> None:
     if kwargs.get("generator") is not None:
-        raise refuse(func, (x,), None, "numbers are keyed by rows and torch.manual_seed alone")
+        why = "its numbers depend on torch.manual_seed and the rows; omit the generator"
+        raise refuse(func, (x,), None, why)
 
 
 def _normal(x: Sharded) -> Tensor:
-    draw: Tensor = torch.special.ndtri((uniform(x) + 2.0**-54).clamp(max=1 - 2.0**-53))
+    draw: Tensor = torch.special.ndtri((_uniform(x) + 2.0**-54).clamp(max=1 - 2.0**-53))
     return draw
 
 
@@ -129,26 +108,18 @@ def _made(draw: Tensor, x: Sharded, kwargs: dict[str, Any]) -> ShardTensor:
     return requires_grad_(out) if kwargs.get("requires_grad") else out
 
 
-def like(func: Callable[..., Any]) -> Rule:
-    """zeros_like and its kin."""
-
-    def _rule(x: Sharded, *args: Any, **kwargs: Any) -> ShardTensor:
-        with native():
-            return wrap(func(x, *args, **kwargs), x._sharding, x._dim)
-
-    return _rule
-
-
-def feature_dropout(x: Sharded, p: float = 0.5, training: bool = True,
-                    inplace: bool = False) -> Any:  # fmt: skip
-    """Whole channels of a sample are dropped: rows must be samples."""
+def feature_dropout(
+    x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    """F.dropout1d to 3d, which drop whole channels of a sample; the rows must be samples."""
     if x._dim != 0:
-        raise refuse("feature dropout", (x,), None, f"rows are dim {x._dim}, samples are dim 0")
+        why = f"samples are along dim 0, but the sharded dim is {x._dim}"
+        raise refuse("feature dropout", (x,), None, why)
     with native():
         channels = x.flatten(2)[..., :1].detach() if x.ndim > 2 else x.detach()
     mask = dropout(torch.ones_like(wrap(channels.clone(), x._sharding, 0)), p, training)
     with native():
-        shape = native_shape(x)[:2] + (1,) * (len(shape_of(x)) - 2)
+        shape = local_shape(x)[:2] + (1,) * (len(global_shape(x)) - 2)
         scale = mask.view(shape)
         return x.mul_(scale) if inplace else wrap(x * scale, x._sharding, 0)
 
@@ -165,5 +136,8 @@ RULES: dict[Any, Rule] = {
     torch.Tensor.bernoulli: bernoulli,
     torch.Tensor.uniform_: uniform_,
     torch.Tensor.normal_: normal_,
-    **{f: like(f) for f in (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)},
+    **{
+        f: rowwise(f)
+        for f in (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
+    },
 }

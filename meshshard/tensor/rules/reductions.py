@@ -1,4 +1,4 @@
-"""Rules of reductions: over other dims every row alone, over the sharded dim by an all-reduce."""
+"""Rules of reductions: local over other dims, an all-reduce over the sharded dim."""
 
 from __future__ import annotations
 
@@ -7,68 +7,77 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.comm.linear import largest
-from meshshard.tensor.align import dim_of, native_ndim, shape_of
-from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, native, refuse, wrap
+from meshshard.tensor._torch_private import native
+from meshshard.tensor.align import global_shape, ndim_of
+from meshshard.tensor.rules.table import named
+from meshshard.tensor.shard_tensor import (
+    Rule,
+    Sharded,
+    ShardTensor,
+    apply_local,
+    normalize_dim,
+    refuse,
+    wrap,
+)
+from meshshard.tensor.tokens import HALF, accumulation_dtype
 
-__all__ = ["RULES", "local_reduction", "wide"]
-
-_linalg: Any = torch._C._linalg  # type: ignore[attr-defined]
-HALF = (torch.bfloat16, torch.float16)
 Dims = int | tuple[int, ...] | list[int] | None
 
 
 def _dims(x: Sharded, dim: Dims) -> tuple[int, ...]:
-    """Dims from the left; all for None and for an empty list, as torch has it."""
-    ndim = native_ndim(x)
+    """Dims from the left; all for None and for an empty list, as in torch."""
+    ndim = ndim_of(x)
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return tuple(range(ndim))
-    return tuple(dim_of(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
+    return tuple(normalize_dim(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
 
 
-def kept_dim(x: Sharded, dims: tuple[int, ...], keepdim: bool) -> int:
-    """Where the sharded dim is after others were reduced."""
+def _remaining_dim(x: Sharded, dims: tuple[int, ...], keepdim: bool) -> int:
+    """The sharded dim after other dims were reduced."""
     return int(x._dim if keepdim else x._dim - sum(d < x._dim for d in dims))
 
 
-def local_reduction(
-    func: Callable[..., Any], x: Sharded, dims: tuple[int, ...], keepdim: bool, **more: Any
+def _local(
+    func: Callable[..., Any], x: Sharded, dims: tuple[int, ...], keepdim: bool, **options: Any
 ) -> ShardTensor:
-    """A reduction that leaves the sharded dim alone."""
-    with native():
-        out = func(x, dims, keepdim=keepdim, **more)
-    return wrap(out, x._sharding, kept_dim(x, dims, keepdim))
+    """A reduction over dims other than the sharded one."""
+    at = _remaining_dim(x, dims, keepdim)
+    return apply_local(func, x, (dims,), {"keepdim": keepdim, **options}, at)
 
 
-def count_of(x: Sharded, dims: tuple[int, ...]) -> int:
-    """Numbers of the whole tensor that go into one result."""
-    shape = shape_of(x)
+def _count(x: Sharded, dims: tuple[int, ...]) -> int:
+    """Number of elements of the whole tensor that are reduced to one."""
+    shape = global_shape(x)
     return math.prod(shape[d] for d in dims)
 
 
 def total(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Sum: local sums, then one all-reduce where rows are summed."""
+    """Sum: local sums, then one all-reduce if the sharded dim is reduced."""
     dims = _dims(x, dim)
     if x._dim not in dims:
-        return local_reduction(torch.sum, x, dims, keepdim, dtype=dtype)
+        return _local(torch.sum, x, dims, keepdim, dtype=dtype)
+    return _global_sum(x, dims, keepdim, dtype)
+
+
+def _global_sum(
+    x: Sharded, dims: tuple[int, ...], keepdim: bool, dtype: Any, count: int | None = None
+) -> Any:
+    """The sum over all ranks, divided by a count; half precision is accumulated in float32."""
     with native():
         kept = dtype or x.dtype
-        local = torch.sum(x, dims, keepdim=keepdim, dtype=wide(kept) if kept in HALF else dtype)
+        wide = accumulation_dtype(kept) if kept in HALF else dtype
+        local = torch.sum(x, dims, keepdim=keepdim, dtype=wide)
     whole = x._sharding.domain.all_reduce(local)
+    whole = whole if count is None else whole / count
     return whole.to(kept) if kept in HALF else whole
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums over many rows are kept, as torch's own kernels do."""
-    return torch.float32 if dtype in HALF else dtype
-
-
 def mean(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Mean: sum over the global count, never a mean of means."""
-    if dim is None and dtype is None and not keepdim:  # the common case, without a detour
+    """Mean: the global sum over the global count, never a mean of means."""
+    if dim is None and dtype is None and not keepdim:  # the common case, with the least overhead
         with native():
             local, shape = x.sum(), x.shape
         if local.dtype not in HALF:
@@ -76,13 +85,8 @@ def mean(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = No
             return x._sharding.domain.all_reduce(local) / (width * x._sharding.total)
     dims = _dims(x, dim)
     if x._dim not in dims:
-        return local_reduction(torch.mean, x, dims, keepdim, dtype=dtype)
-    with native():
-        kept = dtype or x.dtype
-        local = torch.sum(x, dims, keepdim=keepdim, dtype=wide(kept) if kept in HALF else dtype)
-        width = math.prod(x.shape[d] for d in dims if d != x._dim)
-    out = x._sharding.domain.all_reduce(local) / (width * x._sharding.total)
-    return out.to(kept) if kept in HALF else out
+        return _local(torch.mean, x, dims, keepdim, dtype=dtype)
+    return _global_sum(x, dims, keepdim, dtype, _count(x, dims))
 
 
 def nansum(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -92,16 +96,16 @@ def nansum(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = 
 
 def nanmean(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Mean of the numbers that are not NaN."""
-    there = (~torch.isnan(x)).to(dtype or x.dtype)
-    return nansum(x, dim, keepdim, dtype=dtype) / total(there, dim, keepdim)
+    valid = (~torch.isnan(x)).to(dtype or x.dtype)
+    return nansum(x, dim, keepdim, dtype=dtype) / total(valid, dim, keepdim)
 
 
 def amax(x: Sharded, dim: Dims = (), keepdim: bool = False) -> Any:
     """Largest values; all global ties share the gradient."""
     dims = _dims(x, dim)
     if x._dim not in dims:
-        return local_reduction(torch.amax, x, dims, keepdim)
-    if not count_of(x, dims):
+        return _local(torch.amax, x, dims, keepdim)
+    if not _count(x, dims):
         raise IndexError("amax(): expected a non-empty tensor to reduce over")
     with native():
         return largest(x._sharding.domain, x.view_as(x), dims, keepdim)
@@ -109,16 +113,16 @@ def amax(x: Sharded, dim: Dims = (), keepdim: bool = False) -> Any:
 
 def amin(x: Sharded, dim: Dims = (), keepdim: bool = False) -> Any:
     """Smallest values; all global ties share the gradient."""
-    return _turned(amax(_turned(x), dim, keepdim))
+    return _reversed(amax(_reversed(x), dim, keepdim))
 
 
-def _turned(x: Any) -> Any:
-    """Numbers in the opposite order, which has no overflow."""
+def _reversed(x: Any) -> Any:
+    """Numbers in reversed order: the negative, or the complement of integers (no overflow)."""
     return -x if x.is_floating_point() else ~x
 
 
 def maximum(x: Sharded, dim: Any = None, keepdim: bool = False) -> Any:
-    """Largest value of all; with a dim, values and the lowest global places of them."""
+    """Largest value of all; with a dim, values and their lowest global indices."""
     if dim is None:
         return amax(x)
     if isinstance(dim, Tensor):
@@ -127,7 +131,7 @@ def maximum(x: Sharded, dim: Any = None, keepdim: bool = False) -> Any:
 
 
 def minimum(x: Sharded, dim: Any = None, keepdim: bool = False) -> Any:
-    """Smallest value of all; with a dim, values and the lowest global places of them."""
+    """Smallest value of all; with a dim, values and their lowest global indices."""
     if dim is None:
         return amin(x)
     if isinstance(dim, Tensor):
@@ -136,96 +140,83 @@ def minimum(x: Sharded, dim: Any = None, keepdim: bool = False) -> Any:
 
 
 def _extreme(func: Callable[..., Any], x: Sharded, dim: int, keepdim: bool) -> Any:
-    answer = torch.return_types.max if func is torch.max else torch.return_types.min
+    result = torch.return_types.max if func is torch.max else torch.return_types.min
     if x.dtype == torch.bool:
-        values, places = _extreme(func, x.to(torch.uint8), dim, keepdim)
-        return answer((values.to(torch.bool), places))
-    dim = dim_of(dim, native_ndim(x))
+        values, indices = _extreme(func, x.to(torch.uint8), dim, keepdim)
+        return result((values.to(torch.bool), indices))
+    dim = normalize_dim(dim, ndim_of(x))
     if dim != x._dim:
         with native():
-            values, places = func(x, dim, keepdim=keepdim)
-        at = kept_dim(x, (dim,), keepdim)
-        return answer((wrap(values, x._sharding, at), wrap(places, x._sharding, at)))
-    places = _place(x if func is torch.max else _turned(x), dim)
+            values, indices = func(x, dim, keepdim=keepdim)
+        at = _remaining_dim(x, (dim,), keepdim)
+        return result((wrap(values, x._sharding, at), wrap(indices, x._sharding, at)))
+    indices = _index_of_largest(x if func is torch.max else _reversed(x), dim)
     with native():
-        mine = (places >= x._sharding.first) & (places < x._sharding.first + x._sharding.own)
-        local = torch.where(mine, places - x._sharding.first, 0)
+        mine = (indices >= x._sharding.first) & (indices < x._sharding.first + x._sharding.own)
+        local = torch.where(mine, indices - x._sharding.first, 0)
         if x._sharding.own:
             value = torch.where(mine, torch.gather(x, dim, local), 0)
         else:
             value = x.sum(dim, keepdim=True, dtype=x.dtype)
         values = x._sharding.domain.all_reduce(value)
     if not keepdim:
-        values, places = values.squeeze(dim), places.squeeze(dim)
-    return answer((values, places))
+        values, indices = values.squeeze(dim), indices.squeeze(dim)
+    return result((values, indices))
 
 
-def _place(x: Sharded, dim: int) -> Tensor:
-    """Lowest global row of the largest value along the sharded dim, the dim kept."""
+def _index_of_largest(x: Sharded, dim: int) -> Tensor:
+    """Lowest global row of the largest value along the sharded dim; the dim is kept."""
     sharding = x._sharding
     if not sharding.total:
         raise IndexError("max(): expected a non-empty dim to reduce over")
     with native(), torch.no_grad():
-        x = x.detach()
-        top = largest(sharding.domain, x, (dim,), True)
         shape = [1] * x.ndim
         shape[dim] = -1
         rows = torch.arange(sharding.own, device=x.device).view(shape) + sharding.first
-        hit = (x == top) | torch.isnan(x)
-        candidates = torch.where(hit, rows, sharding.total)
-        return -largest(sharding.domain, -candidates, (dim,), True)
+        return _lowest_index(x, x.detach(), rows, sharding.total, dim)
+
+
+def _lowest_index(x: Sharded, values: Tensor, index: Tensor, missing: int, dim: int) -> Tensor:
+    """Lowest index, over all ranks, of the largest local value or of a NaN; the dim is kept."""
+    domain = x._sharding.domain
+    hit = (values == largest(domain, values, (dim,), True)) | torch.isnan(values)
+    return -largest(domain, -torch.where(hit, index, missing), (dim,), True)
 
 
 def argmax(x: Sharded, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Lowest global place of the largest value."""
-    if dim is None:
-        if x._dim != 0:
-            raise refuse(torch.argmax, (x,), None, "without a dim, rows must be the first dim")
-        width = count_of(x, tuple(range(1, native_ndim(x))))
-        if not width * x._sharding.total:
-            raise IndexError("argmax(): expected a non-empty tensor")
-        flat = _flat(x)
-        place = _place_flat(flat, x, width)
-        return place.reshape([1] * native_ndim(x)) if keepdim else place
-    return _extreme(torch.max, x, dim, keepdim)[1]
+    """Lowest global index of the largest value."""
+    if dim is not None:
+        return _extreme(torch.max, x, dim, keepdim)[1]
+    if x._dim != 0:
+        raise refuse(torch.argmax, (x,), None, "without a dim, the sharded dim must be the first")
+    width, missing = _count(x, tuple(range(1, ndim_of(x)))), global_shape(x).numel()
+    if not missing:
+        raise IndexError("argmax(): expected a non-empty tensor")
+    with native():
+        flat = x.detach().reshape(-1)
+        ids = torch.arange(len(flat), device=flat.device) + x._sharding.first * width
+        index = _lowest_index(x, flat, ids, missing, 0)
+        return index.reshape([1] * x.ndim) if keepdim else index.squeeze(0)
 
 
 def argmin(x: Sharded, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Lowest global place of the smallest value."""
-    return argmax(_turned(x), dim, keepdim)
-
-
-def _flat(x: Sharded) -> Tensor:
-    with native():
-        flat: Tensor = x.detach().reshape(-1)
-        return flat
-
-
-def _place_flat(flat: Tensor, x: Sharded, width: int) -> Tensor:
-    domain = x._sharding.domain
-    top = largest(domain, flat, (0,), True)
-    ids = torch.arange(len(flat), device=flat.device) + x._sharding.first * width
-    far = torch.where((flat == top) | torch.isnan(flat), ids, x._sharding.total * width)
-    return -largest(domain, -far, (0,), False)
+    """Lowest global index of the smallest value."""
+    return argmax(_reversed(x), dim, keepdim)
 
 
 def any_of(x: Sharded, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether any is true."""
-    return _counted(x != 0, dim, keepdim) > 0
+    return count_nonzero(x, dim, keepdim) > 0
 
 
 def all_of(x: Sharded, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether all are true."""
-    return _counted(x == 0, dim, keepdim) == 0
+    return total(x == 0, dim, keepdim, dtype=torch.int64) == 0
 
 
-def count_nonzero(x: Sharded, dim: Dims = None) -> Any:
-    """How many are not zero."""
-    return _counted(x != 0, dim, False)
-
-
-def _counted(hit: Sharded, dim: Dims, keepdim: bool) -> Any:
-    return total(hit, dim, keepdim, dtype=torch.int64)
+def count_nonzero(x: Sharded, dim: Dims = None, keepdim: bool = False) -> Any:
+    """Number of elements that are not zero."""
+    return total(x != 0, dim, keepdim, dtype=torch.int64)
 
 
 def var(
@@ -238,11 +229,11 @@ def var(
     if correction is None:
         correction = 1 if unbiased in (None, True) else 0
     dims = _dims(x, dim)
-    if x._dim not in dims and x._sharding.own:  # torch warns of a variance of nothing
-        return local_reduction(torch.var, x, dims, keepdim, correction=correction)
-    apart = x - mean(x, dims, True)
-    apart = apart.abs() if x.is_complex() else apart
-    return total(apart * apart, dims, keepdim) / max(count_of(x, dims) - correction, 0)
+    if x._dim not in dims and x._sharding.own:  # torch warns of the variance of an empty tensor
+        return _local(torch.var, x, dims, keepdim, correction=correction)
+    deviation = x - mean(x, dims, True)
+    deviation = deviation.abs() if x.is_complex() else deviation
+    return total(deviation * deviation, dims, keepdim) / max(_count(x, dims) - correction, 0)
 
 
 def std(x: Sharded, *args: Any, **kwargs: Any) -> Any:
@@ -250,38 +241,36 @@ def std(x: Sharded, *args: Any, **kwargs: Any) -> Any:
     return torch.sqrt(var(x, *args, **kwargs))
 
 
-def var_mean(x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Variance and mean."""
-    keepdim = bool(kwargs.get("keepdim", len(args) > 1 and args[1]))
-    return var(x, dim, *args, **kwargs), mean(x, None if isinstance(dim, bool) else dim, keepdim)
+def _and_mean(func: Callable[..., Any]) -> Rule:
+    """var_mean and std_mean: a measure of spread, and the mean."""
 
+    def _rule(x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+        keepdim = bool(kwargs.get("keepdim", len(args) > 1 and args[1]))
+        middle = mean(x, None if isinstance(dim, bool) else dim, keepdim)
+        return func(x, dim, *args, **kwargs), middle
 
-def std_mean(x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Standard deviation and mean."""
-    first, second = var_mean(x, dim, *args, **kwargs)
-    return torch.sqrt(first), second
+    return _rule
 
 
 def vector_norm(
     x: Sharded, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None,  # noqa: A002
     out: Any = None,
 ) -> Any:  # fmt: skip
-    """Norm of vectors: local norms of own rows, then the norm of these."""
+    """Norm of vectors: local norms, then the norm of these."""
     if out is not None:
-        raise refuse(torch.linalg.vector_norm, (x,), None, "out=")
+        raise refuse(torch.linalg.vector_norm, (x,), None, "out= is given; assign the result")
     dims = _dims(x, dim)
     if x._dim not in dims:
-        with native():
-            local = torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype)
-        return wrap(local, x._sharding, kept_dim(x, dims, keepdim))
-    if ord in (math.inf, float("inf")):
+        at = _remaining_dim(x, dims, keepdim)
+        return apply_local(torch.linalg.vector_norm, x, (ord, dims, keepdim), {"dtype": dtype}, at)
+    if ord == math.inf:
         return amax(x.abs(), dims, keepdim)
     if ord == -math.inf:
         return amin(x.abs(), dims, keepdim)
     if ord == 0:
         return total((x != 0).to(dtype or x.dtype), dims, keepdim)
     with native():
-        if ord < 0 and not x._sharding.own:  # torch knows no such norm of nothing: it is infinite
+        if ord < 0 and not x._sharding.own:  # infinite, but torch raises on an empty tensor
             local = torch.linalg.vector_norm(x, 2, dims, keepdim, dtype=dtype) + math.inf
         else:
             local = torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype)
@@ -296,71 +285,58 @@ def norm(
 ) -> Any:  # fmt: skip
     """torch.norm and Tensor.norm: the Frobenius and the vector norms."""
     if p == "nuc" or kwargs.get("out") is not None:
-        raise refuse(torch.norm, (x,), None, "the nuclear norm couples all rows")
+        why = "the nuclear norm couples all rows" if p == "nuc" else "out= is given"
+        raise refuse(torch.norm, (x,), None, why)
     return vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
 
 def logsumexp(x: Sharded, dim: Dims, keepdim: bool = False) -> Any:
-    """Log of the sum of exponentials, shifted by the global maximum."""
+    """Logarithm of the sum of exponentials, shifted by the global maximum."""
     dims = _dims(x, dim)
     if x._dim not in dims:
-        return local_reduction(torch.logsumexp, x, dims, keepdim)
-    top = _finite_top(x, dims)
+        return _local(torch.logsumexp, x, dims, keepdim)
+    top = _finite_max(x, dims)
     out = torch.log(total(torch.exp(x - top), dims, True)) + top
     return out if keepdim else out.squeeze(dims)
 
 
-def _finite_top(x: Sharded, dims: tuple[int, ...]) -> Tensor:
+def _finite_max(x: Sharded, dims: tuple[int, ...]) -> Tensor:
     top: Tensor = amax(x.detach(), dims, True)
     return torch.where(torch.isfinite(top), top, torch.zeros_like(top))
 
 
-def softmax(x: Sharded, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
-    """Softmax over any dim; over the sharded one by two all-reduces, overflow-safe."""
-    return _softmax(torch.softmax, x, dim, args, dtype)
+def _softmax(func: Callable[..., Any], sign: int = 1) -> Rule:
+    """Softmax or its logarithm over any dim; over the sharded one by two all-reduces."""
 
+    def _rule(x: Sharded, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
+        dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
+        x = x if sign == 1 else -x
+        if dim is None:
+            raise refuse(func, (x,), None, "give the dim")
+        dim = normalize_dim(dim, ndim_of(x))
+        if dim != x._dim:
+            return apply_local(func, x, (dim,), {"dtype": dtype})
+        x = x if dtype is None else x.to(dtype)
+        if not x._sharding.total:
+            return x.clone()
+        shifted = x - _finite_max(x, (dim,))
+        powers = torch.exp(shifted)
+        sums = total(powers, dim, True)
+        return powers / sums if func is torch.softmax else shifted - torch.log(sums)
 
-def log_softmax(x: Sharded, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
-    """Logarithm of the softmax."""
-    return _softmax(torch.log_softmax, x, dim, args, dtype)
-
-
-def softmin(x: Sharded, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
-    """Softmax of the negative."""
-    return _softmax(torch.softmax, -x, dim, args, dtype)
-
-
-def _softmax(func: Callable[..., Any], x: Sharded, dim: Any, args: Any, dtype: Any) -> Any:
-    dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
-    if dim is None:
-        raise refuse(func, (x,), None, "say over which dim")
-    dim = dim_of(dim, native_ndim(x))
-    if dim != x._dim:
-        with native():
-            return wrap(func(x, dim, dtype=dtype), x._sharding, x._dim)
-    x = x if dtype is None else x.to(dtype)
-    if not x._sharding.total:
-        return x.clone()
-    apart = x - _finite_top(x, (dim,))
-    above = torch.exp(apart)
-    below = total(above, dim, True)
-    return above / below if func is torch.softmax else apart - torch.log(below)
-
-
-def _both(name: str, rule: Rule) -> dict[Any, Rule]:
-    homes = (torch, torch.Tensor, torch.linalg, torch.special, F)
-    return {f: rule for h in homes if callable(f := getattr(h, name, None))}
+    return _rule
 
 
 RULES: dict[Any, Rule] = {
-    **_both("sum", total), **_both("mean", mean), **_both("nansum", nansum),
-    **_both("nanmean", nanmean), **_both("amax", amax), **_both("amin", amin),
-    **_both("max", maximum), **_both("min", minimum), **_both("argmax", argmax),
-    **_both("argmin", argmin), **_both("any", any_of), **_both("all", all_of),
-    **_both("count_nonzero", count_nonzero), **_both("var", var), **_both("std", std),
-    **_both("var_mean", var_mean), **_both("std_mean", std_mean),
-    **_both("vector_norm", vector_norm), _linalg.linalg_vector_norm: vector_norm,
-    torch.norm: norm, torch.Tensor.norm: norm, torch.functional.norm: norm,
-    **_both("logsumexp", logsumexp), **_both("softmax", softmax),
-    **_both("log_softmax", log_softmax), **_both("softmin", softmin),
+    **named({
+        "sum": total, "mean": mean, "nansum": nansum, "nanmean": nanmean,
+        "amax": amax, "amin": amin, "max": maximum, "min": minimum,
+        "argmax": argmax, "argmin": argmin,
+        "any": any_of, "all": all_of, "count_nonzero": count_nonzero,
+        "var": var, "std": std, "var_mean": _and_mean(var), "std_mean": _and_mean(std),
+        "vector_norm": vector_norm, "logsumexp": logsumexp,
+        "softmax": _softmax(torch.softmax), "softmin": _softmax(torch.softmax, -1),
+        "log_softmax": _softmax(torch.log_softmax),
+    }),
+    **dict.fromkeys((torch.norm, Tensor.norm, torch.functional.norm), norm),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rules of functions along one dim, which order or add up what lies on it."""
+"""Rules of scans, sorts and other functions along one dim."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from meshshard.tensor.align import dim_of, native_ndim
-from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, native, refuse, wrap
-
-__all__ = ["RULES"]
+from meshshard.tensor._torch_private import native
+from meshshard.tensor.align import ndim_of
+from meshshard.tensor.rules.table import functions_named, named
+from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, normalize_dim, refuse, wrap
 
 
 def cumsum(x: Sharded, dim: int, *, dtype: Any = None) -> ShardTensor:
-    """Running sums; along the sharded dim the sums of earlier ranks come first."""
-    dim = dim_of(dim, native_ndim(x))
+    """torch.cumsum; along the sharded dim the totals of earlier ranks are added."""
+    dim = normalize_dim(dim, ndim_of(x))
     with native():
         local = torch.cumsum(x, dim, dtype=dtype)
         if dim == x._dim:
@@ -29,7 +29,7 @@ def cumsum(x: Sharded, dim: int, *, dtype: Any = None) -> ShardTensor:
 
 
 def _along(func: Callable[..., Any]) -> Rule:
-    """Functions along one dim, which must not be the sharded one."""
+    """The rule of a function along one dim, which must not be the sharded one."""
     at = 1 if func.__name__ in ("topk", "kthvalue", "diff") else 0
     of_all = func.__name__ in ("median", "nanmedian", "prod")
 
@@ -38,10 +38,10 @@ def _along(func: Callable[..., Any]) -> Rule:
         if of_all and not isinstance(dim, int):
             raise refuse(func, (x,), kwargs, "it couples all rows")
         dim = -1 if dim is None else dim
-        ndim = native_ndim(x)
-        dim = dim_of(dim, ndim)
+        ndim = ndim_of(x)
+        dim = normalize_dim(dim, ndim)
         if dim == x._dim:
-            raise refuse(func, (x,), kwargs, "along the sharded dim it orders all rows")
+            raise refuse(func, (x,), kwargs, "along the sharded dim it couples all rows")
         with native():
             out = func(x, *args, **kwargs)
             many = not isinstance(out, Tensor)
@@ -54,24 +54,11 @@ def _along(func: Callable[..., Any]) -> Rule:
     return _rule
 
 
-ALONG = [
-    "sort",
-    "argsort",
-    "topk",
-    "kthvalue",
-    "median",
-    "nanmedian",
-    "mode",
-    "cummax",
-    "cummin",
-    "cumprod",
-    "logcumsumexp",
-    "prod",
-    "diff",
-]
+ALONG = """
+sort argsort topk kthvalue median nanmedian mode cummax cummin cumprod logcumsumexp prod diff
+"""
 RULES: dict[Any, Rule] = {
-    **{f: _along(f) for n in ALONG for h in (torch, torch.Tensor) if (f := getattr(h, n, None))},
+    **{f: _along(f) for f in functions_named(ALONG)},
     F.glu: _along(F.glu),
-    torch.cumsum: cumsum,
-    torch.Tensor.cumsum: cumsum,
+    **named({"cumsum": cumsum}),
 }

@@ -12,55 +12,56 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.comm import Domain
-from meshshard.tensor.align import dim_of, native_ndim, own_rows, require_same_sharding, shape_of
+from meshshard.tensor._torch_private import called_by_dtensor, native
+from meshshard.tensor.align import global_shape, narrow_to_owned, ndim_of, require_same_sharding
+from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import (
     Rule,
-    Sharding,
     ShardTensor,
-    called_from,
-    native,
+    apply_local,
+    normalize_dim,
     refuse,
-    sharded,
+    sharded_in,
     wrap,
 )
-
-__all__ = ["RULES", "followed", "rows_between"]
+from meshshard.tensor.sharding import Sharding
 
 DTENSOR = (
-    "tensor parallelism takes own rows: by_own_rows(parallelize_module(module, ...)), "
-    "where rows are treated alone"
+    "tensor parallelism needs owned rows: by_own_rows(parallelize_module(module, ...)), if the "
+    "module treats rows independently"
 )
-MARK = 7919  # a size no other dim has: where it comes out, the sharded dim has gone
+MARK = 7919  # a size that no other dim has, by which the sharded dim is found in a result
 
 
-def followed(func: Callable[..., Any], x: ShardTensor, args: Any, kwargs: Any) -> Any:
-    """A view of own rows; the place of the sharded dim is seen on a tensor without data."""
+def apply_and_follow(
+    func: Callable[..., Any], x: ShardTensor, args: Any, kwargs: Any
+) -> ShardTensor:
+    """A function that moves dims; a tensor without data shows where the sharded dim goes."""
     with native():
-        out = func(x, *args, **kwargs)
         shape = [MARK if d == x._dim else 2 for d in range(x.ndim)]
-        seen = func(torch.empty(shape, device="meta"), *args, **kwargs).shape
-    return wrap(out, x._sharding, list(seen).index(MARK))
+        moved = func(torch.empty(shape, device="meta"), *args, **kwargs).shape
+    return apply_local(func, x, args, kwargs, list(moved).index(MARK))
 
 
 def _moving(func: Callable[..., Any]) -> Rule:
-    """Functions that only reorder dims."""
+    """The rule of a function that only permutes dims."""
 
     def _rule(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
-        return followed(func, x, args, kwargs)
+        return apply_and_follow(func, x, args, kwargs)
 
     return _rule
 
 
 def reshape(x: ShardTensor, *shape: Any, **kwargs: Any) -> ShardTensor:
-    """Another shape of the same numbers; rows may be joined with what follows them, or split."""
+    """torch.reshape; rows may be joined with the dims after them, or split."""
     wanted = kwargs.get("shape", kwargs.get("size", shape))
     if len(wanted) == 1 and isinstance(wanted[0], torch.dtype):
-        if wanted[0].itemsize != x.element_size() and x._dim == native_ndim(x) - 1:
-            raise refuse("view", (x,), None, f"{wanted[0]} joins or splits the rows' numbers")
-        with native():
-            return wrap(x.view(wanted[0]), x._sharding, x._dim)
+        if wanted[0].itemsize != x.element_size() and x._dim == ndim_of(x) - 1:
+            why = f"{wanted[0]} has another size, which changes the sharded dim"
+            raise refuse("view", (x,), None, why)
+        return apply_local(Tensor.view, x, (wanted[0],))
     wanted = wanted[0] if len(wanted) == 1 and not isinstance(wanted[0], int) else wanted
-    if x._dim == 0 and len(wanted) > 1:  # the common case: rows stay in front, without a detour
+    if x._dim == 0 and len(wanted) > 1:  # the common case, with the least overhead
         first, *rest = wanted
         sharding = x._sharding
         with native():
@@ -70,7 +71,7 @@ def reshape(x: ShardTensor, *shape: Any, **kwargs: Any) -> ShardTensor:
 
 
 def _reshaped(x: ShardTensor, wanted: list[int]) -> ShardTensor:
-    whole = shape_of(x)
+    whole = global_shape(x)
     if -1 in wanted:
         rest = math.prod(n for n in wanted if n != -1)
         wanted = [n if n != -1 else (whole.numel() // rest if rest else 0) for n in wanted]
@@ -83,166 +84,155 @@ def _reshaped(x: ShardTensor, wanted: list[int]) -> ShardTensor:
 
 
 def _row_dim(x: ShardTensor, wanted: list[int]) -> tuple[int, Sharding]:
-    """Which dim of the wanted shape holds the rows, and how they are divided there."""
-    whole, old = shape_of(x), x._sharding
+    """The dim of the wanted shape that holds the rows, and how they are divided there."""
+    whole, old = global_shape(x), x._sharding
     before = math.prod(whole[: x._dim])
-    places = [d for d in range(len(wanted)) if math.prod(wanted[:d]) == before]
-    for d in places:
+    candidates = [d for d in range(len(wanted)) if math.prod(wanted[:d]) == before]
+    for d in candidates:
         if wanted[d] == old.total:
             return d, old
-    for d in places:
-        joined, parts = wanted[d], old.total
-        if parts and joined % parts == 0:
-            return d, _scaled(old, [n * (joined // parts) for n in old.sizes])
-        if joined and parts % joined == 0:
-            each = parts // joined
+    for d in candidates:
+        new, rows = wanted[d], old.total
+        if rows and new % rows == 0:
+            return d, Sharding(old.domain, [n * (new // rows) for n in old.sizes])
+        if new and rows % new == 0:
+            each = rows // new
             if not any(n % each for n in old.sizes):
-                return d, _scaled(old, [n // each for n in old.sizes])
-    raise refuse("reshape", (x,), None, f"rows cannot be followed into {tuple(wanted)}")
-
-
-def _scaled(old: Sharding, sizes: Sequence[int]) -> Sharding:
-    return Sharding(old.domain, sizes)
+                return d, Sharding(old.domain, [n // each for n in old.sizes])
+    why = f"no dim of {tuple(wanted)} consists of whole rows of each rank"
+    raise refuse("reshape", (x,), None, why)
 
 
 def view_as(x: Any, other: Tensor) -> Any:
     """The shape of another tensor."""
-    if x is other and called_from("torch/distributed/tensor/_api.py"):
+    if x is other and called_by_dtensor():
         raise refuse("DTensor", (x,), None, DTENSOR)
     if type(x) is not ShardTensor:
-        raise refuse("view_as", (x, other), None, "a plain tensor with a sharded shape")
-    return _reshaped(x, list(shape_of(other) if type(other) is ShardTensor else other.shape))
+        raise refuse("view_as", (x, other), None, "a plain tensor would get a sharded shape")
+    return _reshaped(x, list(_shape_of(other)))
+
+
+def _shape_of(x: Tensor) -> torch.Size:
+    return global_shape(x) if type(x) is ShardTensor else x.shape
 
 
 def flatten(x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
-    """Join a run of dims."""
-    shape = list(shape_of(x))
-    first, last = dim_of(start_dim, len(shape)), dim_of(end_dim, len(shape))
+    """Join consecutive dims."""
+    shape = list(global_shape(x))
+    first, last = normalize_dim(start_dim, len(shape)), normalize_dim(end_dim, len(shape))
     return _reshaped(x, [*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]])
 
 
 def unflatten(x: ShardTensor, dim: int, sizes: Sequence[int]) -> ShardTensor:
     """Split one dim into several."""
-    shape = list(shape_of(x))
-    dim = dim_of(dim, len(shape))
+    shape = list(global_shape(x))
+    dim = normalize_dim(dim, len(shape))
     rest = -math.prod(sizes) if -1 in sizes else 0
     sizes = [n if n != -1 else shape[dim] // rest for n in sizes]
     return _reshaped(x, [*shape[:dim], *sizes, *shape[dim + 1 :]])
 
 
 def squeeze(x: ShardTensor, dim: Any = None) -> ShardTensor:
-    """Drop dims of size one, by the global shape; the sharded dim stays."""
-    shape = shape_of(x)
+    """Remove dims whose global size is one, other than the sharded one."""
+    shape = global_shape(x)
     dims = range(len(shape)) if dim is None else (dim if isinstance(dim, (tuple, list)) else (dim,))
-    gone = {d for d in (dim_of(d, len(shape)) for d in dims) if shape[d] == 1}
+    gone = {d for d in (normalize_dim(d, len(shape)) for d in dims) if shape[d] == 1}
     if x._dim in gone:
         raise refuse("squeeze", (x,), None, "the sharded dim has one row; index it: x[0]")
-    with native():
-        return wrap(x.squeeze(tuple(gone)), x._sharding, x._dim - sum(d < x._dim for d in gone))
+    return apply_local(
+        Tensor.squeeze, x, (tuple(gone),), dim=x._dim - sum(d < x._dim for d in gone)
+    )
 
 
 def unsqueeze(x: ShardTensor, dim: int) -> ShardTensor:
-    """A new dim of size one."""
-    dim = dim_of(dim, native_ndim(x) + 1)
-    with native():
-        return wrap(x.unsqueeze(dim), x._sharding, x._dim + (dim <= x._dim))
+    """Insert a dim of size one."""
+    dim = normalize_dim(dim, ndim_of(x) + 1)
+    return apply_local(torch.unsqueeze, x, (dim,), dim=x._dim + (dim <= x._dim))
 
 
 def expand(x: ShardTensor, *sizes: Any, **_: Any) -> ShardTensor:
-    """Repeat dims of size one without a copy, new dims in front."""
+    """Repeat dims of size one without a copy; new dims come first."""
     wanted = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
-    more = len(wanted) - native_ndim(x)
-    at = x._dim + more
+    at = x._dim + len(wanted) - ndim_of(x)
     if wanted[at] not in (-1, x._sharding.total):
         raise refuse("expand", (x,), None, f"the sharded dim cannot become {wanted[at]}")
     wanted[at] = -1
-    with native():
-        return wrap(x.expand(wanted), x._sharding, at)
+    return apply_local(Tensor.expand, x, (wanted,), dim=at)
 
 
 def expand_as(x: Any, other: Tensor) -> Any:
     """Expand to the shape of another tensor."""
     if type(x) is ShardTensor:
-        return expand(x, list(shape_of(other) if type(other) is ShardTensor else other.shape))
+        return expand(x, list(_shape_of(other)))
     return x + torch.zeros_like(other).to(x.dtype)
 
 
 def repeat(x: ShardTensor, *sizes: Any) -> ShardTensor:
     """Copies along dims other than the sharded one."""
     times = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
-    more = len(times) - native_ndim(x)
+    more = len(times) - ndim_of(x)
     if more < 0 or times[x._dim + more] != 1:
-        raise refuse("repeat", (x,), None, "copies along the sharded dim")
-    with native():
-        return wrap(x.repeat(times), x._sharding, x._dim + more)
+        raise refuse("repeat", (x,), None, "it repeats the sharded dim")
+    return apply_local(Tensor.repeat, x, (times,), dim=x._dim + more)
 
 
-def _on_other_dims(func: Callable[..., Any], at: int = 1, name: str = "dims") -> Rule:
-    """Functions that act along some dims, which must not be the sharded one."""
+def _along_other_dims(func: Callable[..., Any], at: int = 1, name: str = "dims") -> Rule:
+    """The rule of a function along some dims, which must not include the sharded one."""
 
     def _rule(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
         dims = kwargs.get(name, kwargs.get("dim", args[at - 1] if len(args) >= at else None))
         if len(args) > at and all(isinstance(a, int) for a in args):
             dims = args
-        ndim = native_ndim(x)
+        ndim = ndim_of(x)
         several = (dims,) if isinstance(dims, int) else dims
-        if not several or x._dim in {dim_of(d, ndim) for d in several}:
+        if not several or x._dim in {normalize_dim(d, ndim) for d in several}:
             raise refuse(func, (x,), kwargs, "along the sharded dim it moves rows between ranks")
-        with native():
-            return wrap(func(x, *args, **kwargs), x._sharding, x._dim)
+        return apply_local(func, x, args, kwargs)
 
     return _rule
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Any:
-    """Join tensors: along other dims row by row, along the sharded dim in the order given."""
+    """torch.cat: along other dims row by row, along the sharded dim in the order given."""
     dim = kwargs.get("axis", dim)
-    first = alike_or_rows(tensors, dim)
-    ndim = native_ndim(first)
-    dim = dim_of(dim, ndim)
+    first = sharded_in(tensors)[0]
+    dim = normalize_dim(dim, ndim_of(first))
     if dim == first._dim:
         return _cat_rows(tensors, dim)
-    parts = [_part(x, first) for x in tensors]
+    require_same_sharding(torch.cat, tensors)
+    parts = [_owned_part(x, first) for x in tensors]
     with native():
         return wrap(torch.cat(parts, dim), first._sharding, first._dim)
 
 
-def alike_or_rows(tensors: Sequence[Tensor], dim: int) -> ShardTensor:
-    """The first sharded one; sizes may differ where rows are joined."""
-    first = sharded(tensors)[0]
-    if dim_of(dim, native_ndim(first)) == first._dim:
-        return first
-    return require_same_sharding(torch.cat, tensors)
-
-
-def _part(x: Tensor, first: ShardTensor) -> Tensor:
-    """Own rows of one of the tensors to be joined."""
+def _owned_part(x: Tensor, first: ShardTensor) -> Tensor:
+    """Owned rows of one of the tensors to be joined."""
     if type(x) is ShardTensor:
         if x._dim != first._dim:
-            raise refuse(torch.cat, (x, first), None, "sharded along different dims")
+            raise refuse(torch.cat, (x, first), None, "they are sharded along different dims")
         return x
     if x.shape[first._dim] != first._sharding.total:
-        raise refuse(torch.cat, (first,), None, f"a plain tensor of shape {tuple(x.shape)}")
-    return own_rows(x, first._sharding, first._dim)
+        raise refuse(torch.cat, (first,), None, f"a plain tensor has shape {tuple(x.shape)}")
+    return narrow_to_owned(x, first._sharding, first._dim)
 
 
 def _cat_rows(tensors: Sequence[Tensor], dim: int) -> Any:
-    """Rows of all tensors, one tensor after the other, evenly spread as they were.
+    """Rows of all tensors, one tensor after the other; the sizes of each rank are added.
 
-    Rows move, so that the result is in the order that torch.cat has. Plain rows, as a class token
-    in front of points, stay whole on one rank.
+    Rows move between ranks, so that the result is in the order of torch.cat. Plain rows, for
+    example a class token before the points, go to one rank.
     """
-    first = sharded(tensors)[0]
-    if any(x._dim != dim for x in sharded(tensors)):
-        raise refuse(torch.cat, (tensors,), None, "sharded along different dims")
-    tensors = _with_plain_rows(tensors, first._sharding.domain, dim)
-    old = [x._sharding for x in sharded(tensors)]
-    domain = old[0].domain
+    found = sharded_in(tensors)
+    if any(x._dim != dim for x in found):
+        raise refuse(torch.cat, (tensors,), None, "they are sharded along different dims")
+    domain = found[0]._sharding.domain
+    found = _with_plain_rows(tensors, domain, dim)
+    old = [x._sharding for x in found]
     sizes = [sum(s.sizes[r] for s in old) for r in range(domain.size)]
     known = any(s.origin is not None for s in old)
     parts, origins, start = [], [], 0
-    for x, s in zip(sharded(tensors), old, strict=True):
-        wanted = rows_between(sizes, start, start + s.total)
+    for x, s in zip(found, old, strict=True):
+        wanted = _rows_between(sizes, start, start + s.total)
         rows = domain.redistribute(x.to_local().movedim(dim, 0), s.sizes, wanted)
         parts.append(rows.movedim(0, dim))
         if known:
@@ -252,20 +242,20 @@ def _cat_rows(tensors: Sequence[Tensor], dim: int) -> Any:
     return wrap(torch.cat(parts, dim), Sharding(domain, sizes, origin), dim)
 
 
-def _with_plain_rows(tensors: Sequence[Tensor], domain: Domain, dim: int) -> list[Tensor]:
-    """Plain tensors as rows of the first rank where they come first, else of the last."""
-    out: list[Tensor] = []
+def _with_plain_rows(tensors: Sequence[Tensor], domain: Domain, dim: int) -> list[ShardTensor]:
+    """Plain tensors as rows of the first rank if they come first, else of the last."""
+    out: list[ShardTensor] = []
     for x in tensors:
         if type(x) is not ShardTensor:
-            at = domain.size - 1 if sharded(out) else 0
+            at = domain.size - 1 if out else 0
             sizes = [x.shape[dim] if r == at else 0 for r in range(domain.size)]
             x = wrap(x.narrow(dim, 0, sizes[domain.rank]), Sharding(domain, sizes), dim)
         out.append(x)
     return out
 
 
-def rows_between(sizes: Sequence[int], first: int, last: int) -> list[int]:
-    """How many of the rows first:last each rank has."""
+def _rows_between(sizes: Sequence[int], first: int, last: int) -> list[int]:
+    """How many of the rows first:last each rank owns."""
     out, start = [], 0
     for n in sizes:
         out.append(max(0, min(last, start + n) - max(first, start)))
@@ -274,20 +264,20 @@ def rows_between(sizes: Sequence[int], first: int, last: int) -> list[int]:
 
 
 def stack(tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> Any:
-    """Join along a new dim."""
+    """torch.stack along a new dim."""
     first = require_same_sharding(torch.stack, tensors)
-    dim = dim_of(dim, native_ndim(first) + 1)
-    parts = [_part(x, first) for x in tensors]
+    dim = normalize_dim(dim, ndim_of(first) + 1)
+    parts = [_owned_part(x, first) for x in tensors]
     with native():
         return wrap(torch.stack(parts, dim), first._sharding, first._dim + (dim <= first._dim))
 
 
 def split(x: ShardTensor, split_size: Any, dim: int = 0) -> tuple[Any, ...]:
-    """Pieces along a dim; along the sharded one each piece is sharded by the rows it has."""
+    """torch.split; along the sharded dim each piece is sharded by the rows that it has."""
     if isinstance(split_size, Tensor):
-        raise refuse(torch.split, (x, split_size))
-    dim = dim_of(dim, native_ndim(x))
-    total = shape_of(x)[dim]
+        raise refuse(torch.split, (x, split_size), None, "the sizes are a tensor")
+    dim = normalize_dim(dim, ndim_of(x))
+    total = global_shape(x)[dim]
     if isinstance(split_size, int):
         full, rest = divmod(total, max(split_size, 1))
         split_size = [split_size] * full + [rest] * bool(rest or not full)
@@ -295,23 +285,20 @@ def split(x: ShardTensor, split_size: Any, dim: int = 0) -> tuple[Any, ...]:
 
 
 def _pieces(x: ShardTensor, sizes: Sequence[int], dim: int) -> tuple[Any, ...]:
-    out, start = [], 0
-    for n in sizes:
-        out.append(torch.narrow(x, dim, start, n))
-        start += n
-    return tuple(out)
+    starts = itertools.accumulate(sizes, initial=0)
+    return tuple(torch.narrow(x, dim, start, n) for start, n in zip(starts, sizes, strict=False))
 
 
 def chunk(x: ShardTensor, chunks: int, dim: int = 0) -> tuple[Any, ...]:
-    """Pieces of equal size but for the last."""
-    dim = dim_of(dim, native_ndim(x))
-    return split(x, max(1, -(-shape_of(x)[dim] // chunks)), dim)
+    """torch.chunk."""
+    dim = normalize_dim(dim, ndim_of(x))
+    return split(x, max(1, -(-global_shape(x)[dim] // chunks)), dim)
 
 
 def tensor_split(x: ShardTensor, parts: Any, dim: int = 0) -> tuple[Any, ...]:
-    """Pieces whose sizes differ by one at most, or between given places."""
-    dim = dim_of(dim, native_ndim(x))
-    total = shape_of(x)[dim]
+    """torch.tensor_split, into a number of pieces or at given indices."""
+    dim = normalize_dim(dim, ndim_of(x))
+    total = global_shape(x)[dim]
     if isinstance(parts, int):
         each, more = divmod(total, parts)
         return _pieces(x, [each + (i < more) for i in range(parts)], dim)
@@ -320,59 +307,51 @@ def tensor_split(x: ShardTensor, parts: Any, dim: int = 0) -> tuple[Any, ...]:
 
 
 def unbind(x: ShardTensor, dim: int = 0) -> tuple[Any, ...]:
-    """Slices along a dim other than the sharded one."""
-    dim = dim_of(dim, native_ndim(x))
+    """torch.unbind along a dim other than the sharded one."""
+    dim = normalize_dim(dim, ndim_of(x))
     if dim == x._dim:
-        raise refuse("iteration over sharded rows", (x,), None, "each row would be gathered")
+        why = "each row would be gathered separately"
+        raise refuse("iteration over sharded rows", (x,), None, why)
     with native():
         return tuple(wrap(p, x._sharding, x._dim - (dim < x._dim)) for p in torch.unbind(x, dim))
 
 
 def pad(x: ShardTensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
-    """Padding of other dims."""
-    padded = {native_ndim(x) - 1 - i // 2 for i, n in enumerate(pad) if n}
+    """F.pad of dims other than the sharded one."""
+    padded = {ndim_of(x) - 1 - i // 2 for i, n in enumerate(pad) if n}
     if x._dim in padded:
         raise refuse(F.pad, (x,), None, "it pads the sharded dim")
-    if mode != "constant" and x._dim >= native_ndim(x) - len(pad) // 2:
-        raise refuse(F.pad, (x,), None, f"mode {mode!r}")
-    with native():
-        return wrap(F.pad(x, pad, mode, value), x._sharding, x._dim)
+    if mode != "constant" and x._dim >= ndim_of(x) - len(pad) // 2:
+        raise refuse(F.pad, (x,), None, f"mode {mode!r} reads the sharded dim")
+    return apply_local(F.pad, x, (pad, mode, value))
 
 
-def triangle(func: Callable[..., Any]) -> Rule:
-    """Tril and triu of matrices that are not sharded inside."""
+def _triangle(func: Callable[..., Any]) -> Rule:
+    """The rule of tril and triu of matrices, batched along the sharded dim."""
 
     def _rule(x: ShardTensor, diagonal: int = 0) -> Any:
-        if x._dim >= native_ndim(x) - 2:
+        if x._dim >= ndim_of(x) - 2:
             raise refuse(func, (x,), None, "the matrix itself is sharded")
-        with native():
-            return wrap(func(x, diagonal), x._sharding, x._dim)
+        return apply_local(func, x, (diagonal,))
 
     return _rule
 
 
-def _both(name: str, rule: Rule) -> dict[Any, Rule]:
-    return {f: rule for h in (torch, torch.Tensor, F) if callable(f := getattr(h, name, None))}
-
-
-MOVING = ["transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "t", "adjoint"]
+MOVING = "transpose swapaxes swapdims movedim moveaxis permute t adjoint"
 RULES: dict[Any, Rule] = {
-    **{f: _moving(f) for n in MOVING for h in (torch, torch.Tensor) if (f := getattr(h, n, None))},
-    **{a.__get__: _moving(a.__get__) for n in ("T", "mT", "H", "mH")
-       if (a := getattr(torch.Tensor, n))},
-    **_both("reshape", reshape), torch.Tensor.view: reshape, torch.Tensor.reshape_as: view_as,
-    torch.Tensor.view_as: view_as, **_both("flatten", flatten), **_both("ravel", flatten),
-    **_both("unflatten", unflatten), **_both("squeeze", squeeze), **_both("unsqueeze", unsqueeze),
-    torch.Tensor.expand: expand, torch.Tensor.expand_as: expand_as,
-    **_both("broadcast_to", expand), torch.Tensor.repeat: repeat, **_both("tile", repeat),
-    **{f: _on_other_dims(f) for f in (torch.flip, torch.Tensor.flip)},
-    **{f: _on_other_dims(f, 2) for f in (torch.roll, torch.Tensor.roll)},
-    **{f: _on_other_dims(f, 2, "dim") for f in (torch.repeat_interleave,
-                                                torch.Tensor.repeat_interleave)},
-    **_both("cat", cat), **_both("concat", cat), **_both("concatenate", cat),
-    **_both("stack", stack),
-    **_both("split", split), torch.functional.split: split, **_both("split_with_sizes", split),
-    **_both("chunk", chunk), **_both("tensor_split", tensor_split), **_both("unbind", unbind),
-    **_both("pad", pad), torch._C._nn.pad: pad,
-    **{f: triangle(f) for f in (torch.tril, torch.Tensor.tril, torch.triu, torch.Tensor.triu)},
+    **{f: _moving(f) for f in functions_named(MOVING)},
+    **{f: _moving(f) for f in (getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH"))},
+    **named({
+        "reshape view": reshape, "reshape_as view_as": view_as,
+        "flatten ravel": flatten, "unflatten": unflatten,
+        "squeeze": squeeze, "unsqueeze": unsqueeze,
+        "expand broadcast_to": expand, "expand_as": expand_as, "repeat tile": repeat,
+        "cat concat concatenate": cat, "stack": stack,
+        "split split_with_sizes": split, "chunk": chunk, "tensor_split": tensor_split,
+        "unbind": unbind, "pad": pad,
+    }),
+    **{f: _along_other_dims(f) for f in functions_named("flip")},
+    **{f: _along_other_dims(f, 2) for f in functions_named("roll")},
+    **{f: _along_other_dims(f, 2, "dim") for f in functions_named("repeat_interleave")},
+    **{f: _triangle(f) for f in functions_named("tril triu")},
 }  # fmt: skip

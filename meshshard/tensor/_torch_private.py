@@ -1,0 +1,126 @@
+"""Private names of PyTorch: all that meshshard uses above `comm`, each with the reason.
+
+PyTorch may change any of them in a minor release; `tests/test_torch_private.py` then says which.
+`comm.linear`, which cannot import from here, uses one more:
+`torch._C._are_functorch_transforms_active`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# --------------------------------------------------------------------------- state of the thread
+native = torch._C.DisableTorchFunctionSubclass
+"""Context manager: `__torch_function__` of subclasses is off, so a ShardTensor behaves as the plain
+tensor of its owned rows. Subclasses made by `as_subclass` have no public, cheap alternative."""
+
+current_autograd_node = torch._C._current_autograd_node
+"""The node that backward executes on this thread, or None: the only sign that backward runs."""
+
+forward_mode_enabled = torch._C._is_fwd_grad_enabled
+"""False inside `autograd.Function.forward`, where torch switches forward-mode AD off: the only sign
+that a user's own function is running."""
+
+# ------------------------------------------------------------------------------ names of functions
+NN: Any = torch._C._nn
+"""The C++ functions behind `torch.nn.functional`: the same objects (`F.gelu`), or called directly
+instead of those by code that torch.fx or TorchDynamo has generated (`silu`, `pad`)."""
+
+is_left_aligned = torch._nested_tensor_from_mask_left_aligned
+"""What `nn.TransformerEncoder` asks about a padding mask before it makes nested tensors."""
+
+FOREACH_NORM = torch._foreach_norm
+"""What `clip_grad_norm_(foreach=True)` calls on a list of gradients."""
+
+UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+"""What `torch.amp.GradScaler` calls on a list of gradients."""
+
+legacy_reduction: Callable[[Any, Any], str] = F._Reduction.legacy_get_string  # type: ignore[attr-defined]
+"""The `reduction` that a loss's deprecated `size_average` and `reduce` stand for."""
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+"""Flash attention on a CPU that returns the log-sum-exp, by which blocks of keys are merged."""
+
+
+def foreach_functions() -> list[Callable[..., Any]]:
+    """What optimizers call on lists of tensors, without those that reduce a tensor to a number."""
+    names = [n for n in dir(torch) if n.startswith(("_foreach_", "_fused_ad", "_fused_sgd"))]
+    reductions = ("_foreach_norm", "_foreach_powsum", "_foreach_max")
+    return [getattr(torch, n) for n in names if n not in reductions]
+
+
+# ------------------------------------------------------------------------------------ TorchDynamo
+def not_compiled(func: Function) -> Function:
+    """Decorator: where its frame runs, TorchDynamo compiles neither it nor what it calls.
+
+    `torch.compiler.disable` does the same, but imports `torch._dynamo`, which takes longer than
+    `import torch`.
+    """
+    dynamo = torch._C._dynamo.eval_frame
+    if hasattr(dynamo, "set_code_exec_strategy"):
+        skip = dynamo._FrameAction.SKIP
+        dynamo.set_code_exec_strategy(func.__code__, dynamo._FrameExecStrategy(skip, skip))
+    return func
+
+
+def unsupported_by_dynamo(message: str) -> Exception:
+    """The exception on which TorchDynamo breaks the graph, or reports with `fullgraph=True`."""
+    from torch._dynamo.exc import Unsupported
+
+    return Unsupported(message, "a ShardTensor")
+
+
+# --------------------------------------------------------------------------------- the call stack
+# These functions of PyTorch read a tensor in a way that is wrong for a ShardTensor and pass no
+# argument that says so; each caller below turns that into an error that names the remedy.
+def called_by_vmap() -> bool:
+    """Whether `torch.vmap` asks a rule for the size of the dim that it maps over."""
+    return sys._getframe(3).f_code.co_filename.endswith("_functorch/vmap.py")
+
+
+def called_by_ddp() -> bool:
+    """Whether `DistributedDataParallel` detaches a buffer to broadcast it from rank 0."""
+    return sys._getframe(3).f_code.co_name == "_sync_module_states"
+
+
+def called_by_dtensor() -> bool:
+    """Whether a `DTensor` is being made of a tensor."""
+    return _called_by("torch/distributed/tensor/_api.py")
+
+
+def called_by_fake_tensor() -> bool:
+    """Whether `torch.compile` is making a fake tensor, without data, of an argument."""
+    return _called_by("torch/_subclasses/meta_utils.py")
+
+
+def in_checkpoint() -> bool:
+    """Whether the running `autograd.Function` is that of `torch.utils.checkpoint`."""
+    return _called_by("torch/utils/checkpoint.py", "forward")
+
+
+def _called_by(file: str, function: str = "") -> bool:
+    """Whether a function of a file, by default any, is on the call stack."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(file) and function in ("", code.co_name):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def l1_loss_weight() -> Any:
+    """The `weight` of the running `F.l1_loss`, which it does not pass to `__torch_function__`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    return frame.f_locals.get("weight") if frame is not None else None

@@ -1,0 +1,57 @@
+"""How the tables of rules are made: functions by name, row-wise rules, one table of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from meshshard.tensor._torch_private import NN, native
+from meshshard.tensor.shard_tensor import Rule, ShardTensor, name_of, wrap
+
+HOMES = (torch, Tensor, F, torch.functional, torch.linalg, torch.special, NN)
+
+
+def functions_named(names: str) -> list[Callable[..., Any]]:
+    """Every torch function with one of some names, which blanks separate: torch.x, Tensor.x, …."""
+    found = (
+        getattr(home, name, None)
+        for name in names.split()
+        for home in ((Tensor,) if name.startswith("__") else HOMES)
+    )
+    return list(dict.fromkeys(f for f in found if callable(f)))
+
+
+def named(rules: Mapping[str, Rule]) -> dict[Any, Rule]:
+    """A table by function of one by names; blanks separate names that share a rule."""
+    return {f: rule for names, rule in rules.items() for f in functions_named(names)}
+
+
+def rowwise(func: Callable[..., Any]) -> Rule:
+    """The rule of a function that is exact on local rows; its result is sharded as its input."""
+
+    def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
+        with native():
+            out = func(x, *args, **kwargs)
+        if type(x) is not ShardTensor or not isinstance(out, Tensor) or out is x:
+            return out
+        return wrap(out, x._sharding, x._dim)
+
+    return _rule
+
+
+def one_table(families: Iterable[Mapping[Any, Rule]]) -> dict[Any, Rule]:
+    """All rules in one table.
+
+    Raises:
+        ValueError: a function has a rule in two families.
+    """
+    table: dict[Any, Rule] = {}
+    for family in families:
+        if twice := table.keys() & family.keys():
+            raise ValueError(f"{sorted(map(name_of, twice))} have a rule in two families")
+        table.update(family)
+    return table
