@@ -119,6 +119,14 @@ def test_functions_of_lists():
     assert private.FOREACH_NORM not in found
 
 
+def test_an_unsafe_view_is_not_a_view():
+    x = torch.ones(1, 3, requires_grad=True) * 2
+    out = private.unsafe_view(x, (3,))
+    assert out.data_ptr() == x.data_ptr()
+    assert not out._is_view()
+    assert x.view(3)._is_view()
+
+
 def test_grad_scaler_unscales_a_list(record):
     def call(x):
         private.UNSCALE([x], torch.zeros(1), torch.full((1,), 0.5))

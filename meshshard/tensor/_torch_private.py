@@ -46,6 +46,9 @@ UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 legacy_reduction: Callable[[Any, Any], str] = F._Reduction.legacy_get_string  # type: ignore[attr-defined]
 """The `reduction` that a loss's deprecated `size_average` and `reduce` stand for."""
 
+unsafe_view: Callable[..., torch.Tensor] = torch.ops.aten._unsafe_view
+"""A reshape that autograd does not record as a view, which FSDP2's hooks on its result need."""
+
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 """Flash attention on a CPU that returns the log-sum-exp, by which blocks of keys are merged."""

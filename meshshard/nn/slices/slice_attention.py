@@ -17,6 +17,7 @@ from meshshard.nn.slices._forward import apply_layer
 from meshshard.nn.slices._math import HeadTemperature, Noise, RowTemperature, SliceLayer, Stage
 from meshshard.nn.slices._tiles import SliceSums, Tiling
 from meshshard.tensor import Sharding, ShardTensor
+from meshshard.tensor._torch_private import unsafe_view
 from meshshard.tensor.keyed_random import hash_uniform
 from meshshard.tensor.shard_tensor import refuse, uncompiled, wrap
 
@@ -305,5 +306,5 @@ def like_input(rows: Tensor, x: Tensor) -> Tensor:
 
     Not a view: FSDP2 would lose its hook on a view that is changed in place.
     """
-    out: Tensor = rows if x.ndim == 3 else torch.ops.aten._unsafe_view(rows, rows.shape[1:])
+    out: Tensor = rows if x.ndim == 3 else unsafe_view(rows, rows.shape[1:])
     return wrap(out, x.sharding, x.ndim - 2) if isinstance(x, ShardTensor) else out
