@@ -242,7 +242,7 @@ def _weak() -> Iterator[Record]:
 def _weak_step(rows: int) -> tuple[float, int, int]:
     import torch
 
-    from meshshard.comm import init_domain
+    from meshshard.comm import count_traffic, init_domain
     from meshshard.tensor import Sharding, ShardTensor
 
     domain = init_domain()
@@ -256,9 +256,9 @@ def _weak_step(rows: int) -> tuple[float, int, int]:
         return bytes_
 
     step(64)
-    domain.traffic.reset()
-    peak, kept = above(lambda: step(sizes[0]))
-    return peak, kept, domain.traffic.total().bytes
+    with count_traffic(domain) as traffic:
+        peak, kept = above(lambda: step(sizes[0]))
+    return peak, kept, traffic.total().bytes
 
 
 def _grid_bytes(dims: int, n: int) -> int:

@@ -183,7 +183,7 @@ def _step(kind: str) -> tuple[int, int, str]:
     import torch.nn.functional as F  # noqa: N812
     from torch.nn.parallel import DistributedDataParallel
 
-    from meshshard.comm import init_domain
+    from meshshard.comm import count_traffic, init_domain
     from meshshard.tensor import Sharding, ShardTensor
 
     domain = init_domain()
@@ -201,10 +201,10 @@ def _step(kind: str) -> tuple[int, int, str]:
     x = ShardTensor.from_local(torch.randn(sharding.own, WIDTH), sharding)
     for _ in range(2):  # DDP orders its buckets after the first step
         buckets.clear()
-        domain.traffic.reset()
-        F.mse_loss(model(x), x).backward()
-    kinds = ", ".join(f"{n} {c.calls}" for n, c in domain.traffic.counts.items())
-    return domain.traffic.total().calls, len(buckets), kinds
+        with count_traffic(domain) as traffic:
+            F.mse_loss(model(x), x).backward()
+    kinds = ", ".join(f"{n} {c.calls}" for n, c in traffic.counts.items())
+    return traffic.total().calls, len(buckets), kinds
 
 
 def _exchanged(domain: Any, sharding: Any) -> Callable[[Any], Any]:
