@@ -1,4 +1,4 @@
-"""Persistent forked gloo ranks: a job is a module-level function that every rank runs."""
+"""Pools of forked gloo ranks. A job is a module-level function that every rank runs."""
 
 import datetime
 import multiprocessing as mp
@@ -11,7 +11,7 @@ TIMEOUT = 60  # seconds that a rank waits for the others: generous, machines are
 
 
 def serve(rank, size, store, pipe, timeout):
-    """What a rank does: run jobs until it is told None."""
+    """The process of one rank: run jobs until it receives None."""
     import torch
     import torch.distributed as dist
 
@@ -30,7 +30,7 @@ def serve(rank, size, store, pipe, timeout):
 
 
 class Ranks:
-    """A pool of gloo ranks; one that raises ends all, and the next job finds new ones."""
+    """A pool of gloo ranks. If one raises, all are ended, and the next job starts new ones."""
 
     def __init__(self, size, timeout=TIMEOUT):
         self.size, self.timeout = size, timeout
@@ -55,7 +55,7 @@ class Ranks:
         self.pipes, self.processes = [], []
 
     def run(self, function, *args):
-        """What the function returns on every rank, by rank.
+        """Call a function on every rank; what it returned, by rank.
 
         Raises:
             AssertionError: with the traceback of the first rank that raised.
@@ -73,7 +73,7 @@ class Ranks:
         return [results[rank] for rank in range(self.size)]
 
     def _send(self, function, args):
-        """Give all ranks a job; new ones, where an earlier test has left a dead one."""
+        """Send a job to all ranks; start new ones if an earlier test has left a dead one."""
         if not all(process.is_alive() for process in self.processes):
             self.stop()
         if not self.processes:
@@ -82,7 +82,7 @@ class Ranks:
             pipe.send((function, args))
 
     def failures(self, function, *args):
-        """The last line of what every rank raised, None where it did not; the pool ends."""
+        """Last line of the traceback of every rank, None if it did not raise; ends the pool."""
         self._send(function, args)
         errors = []
         for pipe in self.pipes:

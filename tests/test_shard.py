@@ -1,4 +1,4 @@
-"""Loading: k shards on R ranks hold the serial graph, exchange its halo, open their own files."""
+"""Loading k shards on R ranks: graph, exchange, fields, results, and errors on every rank."""
 
 import sys
 from pathlib import Path
@@ -39,7 +39,7 @@ def aggregate(edge_index, x, n):
 
 
 def layer_job(folder):
-    """One sum over in-edges and its gradient, on local rows against the whole graph (law 1)."""
+    """A sum over in-edges and its gradient, on local rows and on the whole graph (law 1)."""
     domain = init_domain()
     shard = load(folder, domain)
     indptr, indices = graph_of(folder)
@@ -74,7 +74,7 @@ def test_a_layer_on_shards_is_the_serial_layer(ranks, folders, name, size):
 
 
 def deep_job(folder):
-    """Two layers with one exchange of two hops."""
+    """Two layers after one exchange of a 2-hop halo."""
     domain = init_domain()
     shard = load(folder, domain)
     indptr, indices = graph_of(folder)
@@ -93,12 +93,12 @@ def deep_job(folder):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_deeper_halos_serve_more_layers(ranks, folders, size):
+def test_a_two_hop_halo_serves_two_layers(ranks, folders, size):
     assert all(ranks[size].run(deep_job, folders["deep"]))
 
 
 def fields_job(folder):
-    """Fields, geometry and results are the file's, in its order."""
+    """Fields, geometry and results, compared with the file in its order."""
     domain = init_domain()
     shard = load(folder, domain)
     mesh = io.read(AHMED / "run_8/boundary_8.vtp")
@@ -133,7 +133,7 @@ sys.addaudithook(lambda event, args: OPENED.append(str(args[0])) if event == "op
 
 
 def opened_job(folder):
-    """Which shard files this rank has opened."""
+    """Names of the shard files that this rank has opened, and of those of its shards."""
     OPENED.clear()
     shard = load(folder, init_domain())
     shard["pMeanTrim"], shard["center"], shard.edge_index
@@ -141,7 +141,7 @@ def opened_job(folder):
     return names, {f"shard_{p:05d}.safetensors" for p in shard.shards}
 
 
-def test_a_rank_opens_its_own_files_only(ranks, folders):
+def test_a_rank_opens_only_files_of_its_shards(ranks, folders):
     for opened, own in ranks[3].run(opened_job, folders["cells"]):
         assert opened == own
 
@@ -169,7 +169,7 @@ def test_more_ranks_than_shards_is_an_error_on_every_rank(ranks, tmp_path):
         assert "has 3 shards for 4 ranks; partition again with --parts 4" in line
 
 
-def test_one_rank_without_a_group(folders):
+def test_one_rank_without_a_process_group(folders):
     shard = load(folders["cells"])
     assert len(shard.plan.halo) == 0
     with pytest.raises(DomainError, match="owns 4,778 rows"):

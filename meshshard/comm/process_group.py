@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import _functional_collectives as functional
 
-from meshshard.comm.transport import Work, draw_seed
+from meshshard.comm.transport import Transport, Work
 
 __all__ = ["ProcessGroupTransport", "host_store"]
 
@@ -23,14 +23,14 @@ T = TypeVar("T")
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """The collectives of a process group (gloo or NCCL).
 
     Compiled code takes torch's functional collectives, which torch.compile can trace.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group: Any = group
+        self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -85,10 +85,6 @@ class ProcessGroupTransport:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
-
-    def shared_seed(self) -> int:
-        """A draw from this process' generator, which advances identically on every rank."""
-        return draw_seed()
 
     def close(self) -> None:
         """Destroy the default process group, if this is it.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshshard.comm.traffic import Traffic
-from meshshard.comm.transport import SingleRank, Transport, Work
+from meshshard.comm.transport import Transport, Work
 from meshshard.errors import DomainError, MeshshardError, n_of
 
 __all__ = ["Pending", "Ranks"]
@@ -34,7 +34,7 @@ class Ranks:
     def __init__(
         self, transport: Transport | None = None, device: torch.device | str = "cpu"
     ) -> None:
-        self.transport: Transport = SingleRank() if transport is None else transport
+        self.transport = transport or Transport()
         self.rank = self.transport.rank
         self.size = self.transport.size
         self.device = torch.device(device)
@@ -120,8 +120,6 @@ class Ranks:
 
         Communication: one gather of objects.
         """
-        if self.size == 1:
-            return [value]
         with _naming(self, "share"):
             return self.transport.gather_objects(value)
 

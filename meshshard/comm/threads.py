@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from meshshard.comm.transport import draw_seed
+from meshshard.comm.transport import Transport
 
 __all__ = ["ThreadGroup", "ThreadTransport"]
 
@@ -45,7 +45,7 @@ class ThreadGroup:
         self._barrier.abort()
 
 
-class ThreadTransport:
+class ThreadTransport(Transport):
     """The collectives of one rank of a thread group."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
@@ -68,11 +68,10 @@ class ThreadTransport:
 
     def gather_objects(self, value: T) -> list[T]:
         """See `Transport`; the values are not copied."""
-        return self.group.gather(self.rank, value)
+        values: list[T] = self.group.gather(self.rank, value)
+        return values
 
     def shared_seed(self) -> int:
         """One draw by rank 0, as all threads share one default generator."""
-        return self.group.gather(self.rank, draw_seed() if self.rank == 0 else 0)[0]
-
-    def close(self) -> None:
-        """There are no resources to free."""
+        seed = super().shared_seed() if self.rank == 0 else 0
+        return self.gather_objects(seed)[0]

@@ -1,3 +1,3 @@
-"""Ranks: how they start, and what each of them loads."""
+"""ranks: how the ranks of a machine are started, and what each of them loads."""
 
 __all__: list[str] = []

@@ -6,10 +6,12 @@ starts it: PIPE is an open file descriptor, LAUNCHER the number of its process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import select
 import sys
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -29,19 +31,20 @@ def main(words: list[str]) -> int:
     Returns:
         The exit code.
     """
-    pipe, launcher, *words = words
-    die_with_parent(int(launcher))
-    os.set_inheritable(int(pipe), False)
+    pipe, launcher = map(int, words[:2])
+    die_with_parent(launcher)
+    os.set_inheritable(pipe, False)
+    report = partial(_report, pipe, os.environ["RANK"])
     try:
-        _run(words)
+        _run(words[2:])
     except SystemExit as ended:
         if isinstance(ended.code, int):
-            _report(int(pipe), ended.code & 0xFF, f"ended with exit code {ended.code & 0xFF}")
+            report(ended.code & 0xFF, f"ended with exit code {ended.code & 0xFF}")
         elif ended.code is not None:
-            _report(int(pipe), 1, str(ended.code).removeprefix("error: "))
+            report(1, str(ended.code).removeprefix("error: "))
         raise
     except Exception as error:
-        _report(int(pipe), 1, f"{type(error).__name__}: {error}")
+        report(1, f"{type(error).__name__}: {error}")
         error.__traceback__ = _of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
@@ -65,11 +68,12 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _report(pipe: int, code: int, reason: str) -> None:
-    """Write rank, exit code and reason as one line, which is written at once."""
+def _report(pipe: int, rank: str, code: int, reason: str) -> None:
+    """Send one line to the launcher; a write of at most PIPE_BUF bytes is atomic."""
+    line = f"{rank} {code} {' '.join(reason.split())}"
     if code:
-        line = f"{os.environ['RANK']} {code} {' '.join(reason.split())}"
-        os.write(pipe, line.encode(errors="replace")[: select.PIPE_BUF - 1] + b"\n")
+        with contextlib.suppress(OSError):  # the script has closed the pipe
+            os.write(pipe, line.encode(errors="replace")[: select.PIPE_BUF - 1] + b"\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shard: what this rank holds of one folder, as sharded tensors with an exchange."""
+"""Shard: what one rank holds of a folder, as sharded tensors with an exchange."""
 
 from __future__ import annotations
 
@@ -25,41 +25,43 @@ __all__ = ["Shard", "load"]
 
 
 def load(path: str | Path, domain: Domain | None = None) -> Shard:
-    """What this rank holds of a folder of k shards, on R <= k ranks.
+    """Load what this rank holds of a folder of k shards, on R <= k ranks.
 
-    Every rank takes a run of shards and opens their files only; the halo between them is interior.
+    Every rank takes consecutive shards, and opens only their files. Halo rows that one of these
+    shards needs from another become interior rows of the rank.
 
     Args:
         path: the folder.
-        domain: the ranks; one rank without a process group by default.
+        domain: the ranks; by default a single rank without a process group.
 
-    Communication: two gathers of objects, so that a wrong folder is an error on every rank.
+    Communication: three gathers of objects, so that a wrong folder is an error on every rank.
 
     Raises:
-        DomainError: on every rank, where any cannot open the folder, holds another version of it,
-            or there are more ranks than shards.
+        DomainError: on every rank, if one cannot open the folder or has another version of it, or
+            if there are more ranks than shards.
     """
     domain = domain or Domain()
     folder = domain.run_collectively(lambda: _opened(path, domain), f"load {path}")
     domain.agree(folder.manifest["id"], f"the version of {path}")
     cuts = runs(folder.sizes, domain.size)
-    mine = range(int(cuts[domain.rank]), int(cuts[domain.rank + 1]))
+    shards = range(int(cuts[domain.rank]), int(cuts[domain.rank + 1]))
     plan = domain.run_collectively(lambda: _merged(folder, cuts, domain.rank), f"load {path}")
-    return Shard(folder, mine, domain, plan, np.add.reduceat(folder.sizes, cuts[:-1]))
+    return Shard(folder, shards, domain, plan, np.add.reduceat(folder.sizes, cuts[:-1]))
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
     """The rows of one rank: fields by name, the graph of its rows, the exchange of its halo.
 
-    Fields are those of the entity that was sharded, in the file's types; `center`, and on surfaces
-    `area`, `area_vector` and `normal`, are computed from the geometry of the rank's own files.
+    Fields are those of the sharded entity (cells or points), in the dtypes of the file. `center`,
+    and for cells of surfaces `area`, `area_vector` and `normal`, are computed from the geometry, in
+    the units of the file.
 
     Attributes:
-        folder: where it comes from.
+        folder: the folder that it was loaded from.
         shards: numbers of the shards that this rank holds.
         domain: the ranks.
-        plan: the plan of all of this rank's shards together.
+        plan: the plan of all shards of this rank together.
         sizes: owned rows of every rank.
     """
 
@@ -74,14 +76,14 @@ class Shard:
         own, halo = self.plan.n_owned, len(self.plan.halo)
         return (
             f"Shard({self.folder.path.name}, {self.domain}: shards {self.shards.start} to "
-            f"{self.shards.stop - 1}, {n_of(own, 'own rows')} and {halo:,} of the halo)"
+            f"{self.shards.stop - 1}, {n_of(own, 'owned rows')} and {n_of(halo, 'halo rows')})"
         )
 
     def __getitem__(self, name: str) -> ShardTensor:
-        """A field of own rows as a sharded tensor (N,) or (N, width).
+        """A field as a sharded tensor (N,) or (N, width).
 
         Raises:
-            KeyError: naming the fields that there are.
+            KeyError: listing the fields of the shard.
         """
         if name not in self._fields:
             if name not in self.names:
@@ -91,7 +93,7 @@ class Shard:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of the fields, those that are computed last."""
+        """Names of the fields: first those of the file, then those that are computed."""
         entity = self.folder.entity
         stored = [f["name"] for f in self.folder.manifest["fields"] if f["on"] == entity]
         computed = ["center"]
@@ -101,7 +103,7 @@ class Shard:
 
     @cached_property
     def sharding(self) -> Sharding:
-        """Sizes and domain of every field; draws are keyed by the row in the file."""
+        """The sharding of every field; random draws are keyed by the row in the source file."""
         origin = np.concatenate([self.folder.origin(p) for p in self.shards])
         rows = torch.from_numpy(origin.astype(np.int64)).to(self.domain.device)
         ends = runs(self.folder.sizes, self.domain.size)
@@ -124,16 +126,17 @@ class Shard:
 
     @cached_property
     def edge_index(self) -> Tensor:
-        """(2, n_edges) int64 source and destination of every in-edge, as local rows."""
+        """(2, n_edges) int64 local rows of source and destination of every in-edge."""
         to = np.repeat(np.arange(self.plan.n_local), np.diff(self.plan.indptr))
         pairs = np.stack([self.plan.indices.astype(np.int64), to])
         return torch.from_numpy(pairs).to(self.domain.device)
 
     @cached_property
     def graph(self) -> ShardGraph:
-        """The graph of own rows, which layers take where PyG has `edge_index`.
+        """The graph of the owned rows, which layers take in place of PyG's `edge_index`.
 
-        Communication: one gather of objects and one exchange, when it is first asked for, by all.
+        Communication: one gather of objects and one exchange, at the first access, which all ranks
+        must make.
         """
         return ShardGraph.from_plan(self.plan, self.sharding, self.exchange)
 
@@ -145,7 +148,12 @@ class Shard:
         return self.domain.exchange(x.to_local(), self.exchange)
 
     def put(self, fields: Mapping[str, Any], name: str = "prediction") -> None:
-        """Save results beside the shards, each rank its own; `meshshard gather` collects them."""
+        """Save sharded results of this rank in the folder; `meshshard gather` collects them.
+
+        Args:
+            fields: sharded tensors (N,) or (N, width) by name.
+            name: name of the set of results.
+        """
         parts = {n: x.detach().to_local().cpu().numpy() for n, x in fields.items()}
         start = 0
         for p in self.shards:
@@ -154,9 +162,12 @@ class Shard:
             start = stop
 
     def gather(self, fields: Mapping[str, Any]) -> Mesh | None:
-        """On rank 0 the whole mesh in the order of the file, with these fields; None elsewhere.
+        """The whole mesh with these fields, in the order of the file, on rank 0; None elsewhere.
 
-        Communication: one all-to-all for each field, and one of the rows' origins.
+        Args:
+            fields: sharded tensors (N,) or (N, width) by name.
+
+        Communication: one all-to-all for each field, and one for the rows of the file.
         """
         domain, sizes = self.domain, self.sizes.tolist()
         whole = {n: domain.gather(x.detach().to_local(), sizes) for n, x in fields.items()}
@@ -170,7 +181,7 @@ class Shard:
         return self.folder.gather().with_fields(**{on: found})
 
     def _rows(self, name: str) -> Tensor:
-        """Own rows of a field, on the device."""
+        """Owned rows of a field, on the device."""
         on = "cell" if self.folder.entity == "cells" else "point"
         parts = []
         for p in self.shards:
@@ -180,19 +191,19 @@ class Shard:
         return torch.from_numpy(np.concatenate(parts)).to(self.domain.device)
 
     def _computed(self, name: str, shard: int) -> Array:
-        """Geometry of the rows of one shard, in the type of its points."""
+        """Geometry of the rows of one shard, in the dtype of its points."""
         mesh = self.folder.piece(shard).mesh
         offset = np.asarray(self.folder.manifest["offset"])
-        makers: dict[str, Callable[[], Array]] = {
+        compute: dict[str, Callable[[], Array]] = {
             "center": lambda: self._centers(mesh) - offset,
             "area": mesh.areas,
             "area_vector": mesh.area_vectors,
             "normal": mesh.normals,
         }
-        return makers[name]().astype(mesh.points.dtype)
+        return compute[name]().astype(mesh.points.dtype)
 
     def _centers(self, mesh: Mesh) -> Array:
-        """Places in the file's coordinates."""
+        """Centers in the coordinates of the file."""
         return np.asarray(mesh.positions(self.folder.entity) + mesh.offset)
 
 
@@ -207,11 +218,11 @@ def _opened(path: str | Path, domain: Domain) -> store.Folder:
 
 
 def _merged(folder: store.Folder, cuts: Array, rank: int) -> Plan:
-    """The plan of a run of shards as one: what they need of each other is interior."""
+    """The plans of this rank's shards as one, with halo rows between them as interior rows."""
     offsets = offsets_of(folder.sizes)
-    mine = range(int(cuts[rank]), int(cuts[rank + 1]))
-    first, last = int(offsets[mine.start]), int(offsets[mine.stop])
-    plans = [folder.plan(p) for p in mine]
+    shards = range(int(cuts[rank]), int(cuts[rank + 1]))
+    first, last = int(offsets[shards.start]), int(offsets[shards.stop])
+    plans = [folder.plan(p) for p in shards]
     halo, hops = _outside(plans, first, last)
     degree, sources = _edges(plans, offsets, first, last, halo)
     local = sources - first
@@ -233,7 +244,7 @@ def _merged(folder: store.Folder, cuts: Array, rank: int) -> Plan:
 
 
 def _outside(plans: list[Plan], first: int, last: int) -> tuple[Array, Array]:
-    """Ids that shards need and the rank does not own, ascending, and their distance in hops."""
+    """Ids of the halo of the rank, ascending, and their distance in hops."""
     ids = np.concatenate([p.halo for p in plans]).astype(np.int64)
     hops = np.concatenate([p.hops for p in plans])
     away = (ids < first) | (ids >= last)
@@ -245,7 +256,7 @@ def _outside(plans: list[Plan], first: int, last: int) -> tuple[Array, Array]:
 def _edges(
     plans: list[Plan], offsets: Array, first: int, last: int, halo: Array
 ) -> tuple[Array, Array]:
-    """In-degree of every local row, and the sources as ids, each row's in its own order."""
+    """In-degree of every local row, and ids of the sources, in the order of each row's in-edges."""
     to, counts, sources = [], [], []
     for plan in plans:
         own = np.arange(offsets[plan.shard], offsets[plan.shard + 1])
@@ -255,7 +266,7 @@ def _edges(
         sources.append(ids[plan.indices])
     ids, count = np.concatenate(to), np.concatenate(counts).astype(np.int64)
     starts = offsets_of(count)[:-1]
-    # A row's own shard comes first; other copies of its in-edges are the same.
+    # Of several copies of a row, take the one with the most in-edges: its owner's has all of them.
     wanted = np.concatenate([np.arange(first, last), halo])
     order = np.lexsort((-count, ids))
     place = order[np.searchsorted(ids[order], wanted)]
@@ -264,7 +275,7 @@ def _edges(
 
 
 def _sends(plans: list[Plan], offsets: Array, cuts: Array, rank: int) -> tuple[Array, Array]:
-    """Ids to send, grouped by the rank that needs them, ascending, each once; and how many."""
+    """Ids to send, unique and ascending for each rank that they go to; and their numbers."""
     ids = [plan.send_rows.astype(np.int64) + offsets[plan.shard] for plan in plans]
     to = [np.repeat(np.arange(len(plan.send_counts)), plan.send_counts) for plan in plans]
     ranks = np.searchsorted(cuts, np.concatenate(to), side="right") - 1
