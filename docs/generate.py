@@ -80,8 +80,8 @@ def copy_all(source: Path, target: Path, pattern: str) -> None:
 def notebooks_page(notebooks: Path) -> str:
     names = [f"/notebooks/{file.stem}" for file in sorted(notebooks.glob("*.ipynb"))]
     head = (
-        "# Notebooks\n\nEach notebook runs in a clone, on data of the repository, and ends with a check "
-        "of one physical quantity.\n"
+        "# Notebooks\n\nEach notebook runs in a clone, on data of the repository, and ends with a "
+        "check of one physical quantity.\n"
     )
     if not names:
         return head + "\nThis checkout has none.\n"
@@ -183,8 +183,8 @@ def rules_page() -> str:
     tensor = importlib.import_module("meshshard.tensor")
     names = importlib.import_module("meshshard.tensor.shard_tensor").name_of
     head = (
-        "# Functions with a rule\n\nThe torch functions that work on sharded tensors, made from the "
-        "tables in `meshshard/tensor/rules`. Any other function raises `NoShardRule`.\n"
+        "# Functions with a rule\n\nThe torch functions that work on sharded tensors, made from "
+        "the tables in `meshshard/tensor/rules`. Any other function raises `NoShardRule`.\n"
     )
     for family, rules in tensor.FAMILIES.items():
         module = importlib.import_module(f"meshshard.tensor.rules.{family}")
@@ -200,8 +200,8 @@ def pyg_page() -> str:
     classes = importlib.import_module("meshshard.nn.conv.pyg").CLASSES
     text = (
         "# Classes of PyG\n\nWhat `meshshard.nn.convert` does with each class, made from the table "
-        "in `meshshard/nn/conv/pyg.py`. A convolution that is not listed, or is user-defined, gets "
-        "two hops and is checked at its first call.\n"
+        "in `meshshard/nn/conv/pyg.py`. A convolution that is not listed gets two hops. "
+        "A user-defined one gets two hops too, and is checked at its first call.\n"
     )
     for kind in dict.fromkeys(row.kind for row in classes.values()):
         rows = [pyg_row(name, row) for name, row in classes.items() if row.kind == kind]

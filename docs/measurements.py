@@ -120,7 +120,8 @@ EXACT = [
         "separately?", BLOCKS, blocks_answer,
     ),
     Question(
-        "why_exact", "volumes", "", "What happens on blocks of a volume?", VOLUME_BLOCKS, blocks_answer
+        "why_exact", "volumes", "", "What happens on blocks of a volume?", VOLUME_BLOCKS,
+        blocks_answer,
     ),
     Question(
         "attention", "trajectory", "", "Does training on two ranks follow training on one?",
@@ -243,7 +244,8 @@ LAYERS = [
         lambda rows: f"They take {percent(rows)} of the time.",
     ),
     Question(
-        "graphs", "products", "250,000 nodes", "And if glibc keeps freed memory? 250,000 nodes, otherwise as above.",
+        "graphs", "products", "250,000 nodes", "And if glibc keeps freed memory? 250,000 "
+        "nodes, otherwise as above.",
         versus("PyG", "ms"),
         lambda rows: f"They take {percent(rows)} of the time: a part of the gain above is that "
         "large temporary arrays are not allocated.",
@@ -257,7 +259,8 @@ LAYERS = [
     Question(
         "graphs", "speedup", "three layers", "How much faster are graph layers on two ranks?",
         TWO_RANKS,
-        lambda rows: f"They are {span(rows, 'speed-up')} times as fast; two processes that do not communicate gain "
+        lambda rows: f"They are {span(rows, 'speed-up')} times as fast; two processes "
+        "that do not communicate gain "
         f"{span(rows, 'speed-up of two independent')} times on this machine.",
     ),
     Question(
@@ -283,7 +286,8 @@ LAYERS = [
         "`nn.MultiheadAttention`, forward and backward.",
         {"tokens": "tokens", "one rank ms": "one rank, ms", "two ranks ms": "two ranks, ms",
          "speed-up": "speed-up", "independent's speed-up": "speed-up of two independent processes"},
-        lambda rows: f"Yes, from 4,096 tokens on: two ranks are {span(rows[1:], 'speed-up')} times as fast.",
+        lambda rows: f"Yes, from 4,096 tokens on: two ranks are "
+        f"{span(rows[1:], 'speed-up')} times as fast.",
     ),
     Question(
         "attention", "memory", "", "How is the memory of this attention divided?",

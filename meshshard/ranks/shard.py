@@ -38,6 +38,13 @@ def load(path: str | Path, domain: Domain | None = None) -> Shard:
     Raises:
         DomainError: on every rank, where any cannot open the folder, holds another version of it,
             or there are more ranks than shards.
+
+    Examples:
+        >>> shard = load("boundary_8.shards")  # written by Partition.save; one rank
+        >>> shard["center"].shape
+        torch.Size([4778, 3])
+        >>> shard.names[:2]
+        ['CpMeanTrim', 'pMeanTrim']
     """
     domain = domain or Domain()
     folder = domain.run_collectively(lambda: _opened(path, domain), f"load {path}")
@@ -157,6 +164,12 @@ class Shard:
         """On rank 0 the whole mesh in the order of the file, with these fields; None elsewhere.
 
         Communication: one all-to-all for each field, and one of the rows' origins.
+
+        Examples:
+            >>> shard = load("boundary_8.shards")
+            >>> mesh = shard.gather({"twice": 2 * shard["CpMeanTrim"]})
+            >>> mesh.cell_fields["twice"].shape
+            (4778,)
         """
         domain, sizes = self.domain, self.sizes.tolist()
         whole = {n: domain.gather(x.detach().to_local(), sizes) for n, x in fields.items()}
