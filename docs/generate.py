@@ -1,9 +1,11 @@
-"""Makes the pages that follow the code and the data. Called by conf.py, in a few seconds.
+"""Generate the pages that are made from code and data. Called by conf.py; takes a few seconds.
 
 generated/cli.md         the help of every command, from argparse
-generated/api.md         one section a module, for autodoc
+generated/api/           one page for each public module, for autodoc
 generated/rules.md       functions that work on sharded tensors, from the tables of rules
-generated/benchmarks.md  tables of benchmarks/results/*.json
+generated/pyg.md         classes of PyG, from the table in nn/conv/pyg.py
+generated/*_table.md     file formats and partitioning methods, included by other pages
+generated/benchmarks.md  questions of measurements.py, answered by benchmarks/results/*.json
 generated/probes.md      the probe matrix: what every operation does on shards, in three libraries
 datasets/, notebooks/    copies, so that their links work inside the documentation
 """
@@ -12,15 +14,28 @@ import argparse
 import importlib
 import importlib.util
 import json
-import pkgutil
 import shutil
 import tomllib
 from pathlib import Path
 
-import meshshard
-
 ROOT = Path(__file__).parent.parent
-PROBES = "probe_matrix.json"  # long tables: a page of its own
+PROBES = "probe_matrix.json"  # long tables, on a separate page
+# Pages of the Python reference in the order of the story, and the modules that each adds.
+API = {
+    "meshshard": (),
+    "meshshard.mesh": ("meshshard.mesh.inspection",),
+    "meshshard.io": (),
+    "meshshard.graph": ("meshshard.graph.plan",),
+    "meshshard.store": (),
+    "meshshard.viz": (),
+    "meshshard.partitioning": ("meshshard.partitioning.quality",),
+    "meshshard.comm": (),
+    "meshshard.tensor": (),
+    "meshshard.ranks": ("meshshard.ranks.shard", "meshshard.ranks.launch"),
+    "meshshard.nn": (),
+    "meshshard.models": (),
+    "meshshard.errors": (),
+}
 
 
 def everything(docs: Path) -> None:
@@ -28,8 +43,13 @@ def everything(docs: Path) -> None:
     target = docs / "generated"
     target.mkdir(exist_ok=True)
     write(target / "cli.md", cli_page())
-    write(target / "api.md", api_page())
+    (target / "api").mkdir(exist_ok=True)
+    for name, text in api_pages().items():
+        write(target / "api" / name, text)
     write(target / "rules.md", rules_page())
+    write(target / "pyg.md", pyg_page())
+    write(target / "formats_table.md", formats_table())
+    write(target / "methods_table.md", methods_table())
     write(target / "benchmarks.md", benchmarks_page(ROOT / "benchmarks" / "results"))
     write(target / "probes.md", probes_page(ROOT / "benchmarks" / "results" / PROBES))
     copy_all(ROOT / "datasets", docs / "datasets", "*.md")
@@ -60,11 +80,11 @@ def copy_all(source: Path, target: Path, pattern: str) -> None:
 def notebooks_page(notebooks: Path) -> str:
     names = [f"/notebooks/{file.stem}" for file in sorted(notebooks.glob("*.ipynb"))]
     head = (
-        "# Notebooks\n\nEach runs from a clone alone, on data that is in the repository, and "
-        "checks one physical number at its end.\n"
+        "# Notebooks\n\nEach notebook runs in a clone, on data of the repository, and ends with a "
+        "check of one physical quantity.\n"
     )
     if not names:
-        return head + "\nThere is none in this checkout yet.\n"
+        return head + "\nThis checkout has none.\n"
     return head + "\n".join(["\n```{toctree}", ":maxdepth: 1", "", *names, "```\n"])
 
 
@@ -74,7 +94,7 @@ def cli_page() -> str:
     if importlib.util.find_spec("meshshard.cli") is None:
         return "# Command line\n\nThe command line is not part of this checkout yet.\n"
     parser = importlib.import_module("meshshard.cli").build_parser()
-    parts = ["# Command line\n", "Made from the program's own help.\n", fenced(parser)]
+    parts = ["# Command line\n", "The help texts of all commands.\n", fenced(parser)]
     for name, command in subcommands(parser).items():
         parts += [f"\n## meshshard {name}\n", fenced(command)]
     return "\n".join(parts)
@@ -105,28 +125,40 @@ def wide(formatter: type) -> type:
 
 
 # ------------------------------------------------------------------------------------------ Python
-def api_page() -> str:
-    """A section for each public module; autodoc fills it."""
-    names = [
-        module.name
-        for module in pkgutil.walk_packages(meshshard.__path__, "meshshard.")
-        if not any(part.startswith("_") for part in module.name.split("."))
-    ]
-    head = "# Python reference\n\n" + directive("meshshard", members=False)
-    return head + "".join(f"\n## {name}\n\n" + directive(name) for name in names)
+def api_pages() -> dict[str, str]:
+    """An index and one page for each public module, by file name; autodoc fills them."""
+    index = "# Python reference\n\nOne page for each module, from data to models.\n\n"
+    index += "```{toctree}\n"
+    pages = {"index.md": index + ":maxdepth: 1\n\n" + "\n".join(API) + "\n```\n"}
+    documented: set[str] = set()
+    for module, others in API.items():
+        text = f"# {module}\n\n" + directive(module, documented)
+        for other in others:
+            text += f"\n## {other}\n\n" + directive(other, documented)
+        pages[f"{module}.md"] = text
+    return pages
 
 
-def directive(module: str, members: bool = True) -> str:
-    own = ", ".join(own_names(module)) if members else ""
-    options = f"   :members: {own}\n   :show-inheritance:\n" if own else ""
+def directive(module: str, documented: set[str]) -> str:
+    """An automodule directive with the public names that no earlier page has."""
+    loaded = importlib.import_module(module)
+    names = [] if module == "meshshard" else [n for n in loaded.__all__ if is_object(loaded, n)]
+    named = {n: home_of(loaded, n) for n in names}
+    shown = [n for n in names if named[n] not in documented]
+    documented.update(named.values())
+    options = f"   :members: {', '.join(shown)}\n   :show-inheritance:\n" if shown else ""
     return f"```{{eval-rst}}\n.. automodule:: {module}\n{options}```\n"
 
 
-def own_names(module: str) -> list[str]:
-    """Public names that no other section has: those of the module itself, or of private ones."""
-    loaded = importlib.import_module(module)
-    homes = {n: getattr(getattr(loaded, n), "__module__", module) for n in loaded.__all__}
-    return [n for n, home in homes.items() if home == module or "._" in (home or "")]
+def is_object(module: object, name: str) -> bool:
+    """Whether a name is a class, function or exception of this package."""
+    return str(getattr(getattr(module, name), "__module__", "")).startswith("meshshard")
+
+
+def home_of(module: object, name: str) -> str:
+    """Full name of an object where it is defined."""
+    thing = getattr(module, name)
+    return f"{thing.__module__}.{thing.__qualname__}"
 
 
 def keep_drawings(app, what, name, obj, options, lines: list[str]) -> None:
@@ -151,8 +183,8 @@ def rules_page() -> str:
     tensor = importlib.import_module("meshshard.tensor")
     names = importlib.import_module("meshshard.tensor.shard_tensor").name_of
     head = (
-        "# Functions with a rule\n\nMade from the tables in `meshshard/tensor/rules`. A function "
-        "that is not here is refused by name when it meets a sharded tensor.\n"
+        "# Functions with a rule\n\nThe torch functions that work on sharded tensors, made from "
+        "the tables in `meshshard/tensor/rules`. Any other function raises `NoShardRule`.\n"
     )
     for family, rules in tensor.FAMILIES.items():
         module = importlib.import_module(f"meshshard.tensor.rules.{family}")
@@ -162,42 +194,133 @@ def rules_page() -> str:
     return head
 
 
+# ------------------------------------------------------------------------------- tables of the code
+def pyg_page() -> str:
+    """Every known class of PyG, by kind."""
+    classes = importlib.import_module("meshshard.nn.conv.pyg").CLASSES
+    text = (
+        "# Classes of PyG\n\nWhat `meshshard.nn.convert` does with each class, made from the table "
+        "in `meshshard/nn/conv/pyg.py`. A convolution that is not listed gets two hops. "
+        "A user-defined one gets two hops too, and is checked at its first call.\n"
+    )
+    for kind in dict.fromkeys(row.kind for row in classes.values()):
+        rows = [pyg_row(name, row) for name, row in classes.items() if row.kind == kind]
+        columns = [c for c in rows[0] if any(row[c] for row in rows)]
+        text += f"\n## {kind.capitalize()}s\n" + table(columns, rows)
+    return text
+
+
+def pyg_row(name: str, row: object) -> dict[str, object]:
+    hops = "" if row.refused or row.kind != "convolution" else str(row.hops)
+    if row.one_hop_without:
+        hops += f" (1 with `{row.one_hop_without}=False`)"
+    return {
+        "class": f"`{name}`",
+        "hops": hops,
+        "fast path": "yes" if row.fast_path else "",
+        "refused": row.refused,
+        "refused in a convolution": row.refused_in_conv,
+        "refused as a readout": row.refused_as_readout,
+    }
+
+
+def formats_table() -> str:
+    """The file formats, for docs/formats.md."""
+    rows = [
+        {
+            "format": row.name,
+            "suffixes": " ".join(f"`.{suffix}`" for suffix in row.suffixes),
+            "read by": "child process" if row.in_child else "meshshard",
+            "notes": row.note,
+        }
+        for row in importlib.import_module("meshshard.io.formats").FORMATS
+    ]
+    return table(list(rows[0]), rows).lstrip()
+
+
+def methods_table() -> str:
+    """The partitioning methods, for docs/choosing.md."""
+    rows = [
+        {
+            "method": f"`{name}`",
+            "what it does": row.help,
+            "options": " ".join(f"`{option}`" for option in row.options),
+        }
+        for name, row in importlib.import_module("meshshard.partitioning.methods").METHODS.items()
+    ]
+    return table(list(rows[0]), rows).lstrip()
+
+
 # -------------------------------------------------------------------------------------- benchmarks
 def benchmarks_page(results: Path) -> str:
-    """Every JSON file of results as tables, in the order of their names."""
-    head = (
-        "# Measurements\n\n"
-        "Each script of `benchmarks/` prints ratios measured in one run and writes the numbers "
-        "below. Compare within a table; seconds of different machines say little.\n"
+    """The questions of measurements.py with their tables and answers."""
+    chapters = importlib.import_module("measurements").CHAPTERS
+    text = "# Measurements\n\n" + machine_of(results)
+    for chapter, questions in chapters.items():
+        text += f"\n## {chapter}\n"
+        for question in questions:
+            text += answered(
+                question, json.loads((results / f"{question.results}.json").read_text())
+            )
+    return text
+
+
+def machine_of(results: Path) -> str:
+    """One paragraph about the machine, with its packages."""
+    machine = json.loads((results / "tensor.json").read_text())["machine"]
+    packages = ", ".join(f"{k} {v}" for k, v in machine.items() if k not in ("system", "cores"))
+    return (
+        f"All numbers were measured on one machine with {machine['cores']} cores "
+        f"({machine['system']}; {packages}), on CPUs, with gloo. Each table comes from one run of "
+        "a script in `benchmarks/`: compare within a table, because times depend on the machine. "
+        "A ratio below 1 means that meshshard needs less. The scripts write all their numbers to "
+        "`benchmarks/results/*.json`.\n"
     )
-    files = sorted(results.glob("*.json")) if results.is_dir() else []
-    files = [file for file in files if file.name != PROBES]
-    if not files:
-        return head + "\nNo results are stored in this checkout yet.\n"
-    return head + "".join(section(f.stem, json.loads(f.read_text()), level=2) for f in files)
+
+
+def written_out(value: object) -> object:
+    """A text of the JSON files without its abbreviations."""
+    if isinstance(value, str):
+        for short, long in importlib.import_module("measurements").WORDS.items():
+            value = value.replace(short, long)
+    return value
+
+
+def answered(question: object, found: dict[str, dict[str, list[dict[str, object]]]]) -> str:
+    """Question, table and answer."""
+    tables = found[question.section]
+    rows = tables[next(title for title in tables if title.startswith(question.title))]
+    rows = [row for row in rows if question.rows in str(row.get("what", ""))]
+    shown = [
+        {new: written_out(row.get(old, "")) for old, new in question.columns.items()}
+        for row in rows
+    ]
+    head, _, setting = question.text.partition("? ")
+    text = f"\n### {head.rstrip('?')}?\n" + (f"\n{setting}\n" if setting else "")
+    return text + table(list(question.columns.values()), shown) + f"\n{question.answer(rows)}\n"
 
 
 def probes_page(results: Path) -> str:
     """Counts, the table of all operations, and why those that are not exact are not."""
     head = (
         "# What operations do on shards\n\n"
-        "`benchmarks/probe_matrix.py` runs every operation below on rows that are divided over 2 "
+        "`benchmarks/probe_matrix.py` runs every operation below on rows divided over 2 "
         "and 4 ranks, and compares values and the gradients of all inputs with the same operation "
         "on the whole tensor, in float64, under a loss that weights every number differently. "
         "Sizes are uneven (3 and 11 rows), those of a METIS partition, and with empty shards; a "
         "cell is the worst outcome on 2 and 4 ranks.\n\n"
-        "- **exact**: values and gradients equal the whole's to 1e-10.\n"
-        "- **single**: they do to 1e-6, which is single precision.\n"
+        "- **exact**: values and gradients equal those of the whole tensor to 1e-10.\n"
+        "- **single**: values and gradients agree to 1e-6 only, which is single precision.\n"
         "- **refused**: every rank raises at once; meshshard's reason is always a `NoShardRule`.\n"
         "- **crash**: a rank dies or hangs, or some ranks raise and others do not.\n"
-        "- **WRONG**: no error, and other numbers.\n\n"
-        "torch's DTensor knows only the sizes that `torch.chunk` makes. It gets these rows by "
+        "- **WRONG**: no error, but different numbers.\n\n"
+        "torch's DTensor supports only the sizes of `torch.chunk`. It gets these rows by "
         "`from_local(..., run_check=False)` with the true global shape, parameters replicated and "
-        "plain tensors under `implicit_replication`; PhysicsNeMo's ShardTensor is told the shapes "
+        "plain tensors under `implicit_replication`; PhysicsNeMo's ShardTensor gets the shapes "
         "of all shards.\n"
     )
     if not results.exists():
-        return head + "\nNo results are stored in this checkout yet.\n"
+        return head + "\nThis checkout has no stored results.\n"
     found = json.loads(results.read_text())
     return head + "".join(section(k, v, level=2) for k, v in found.items())
 
@@ -232,5 +355,12 @@ def table(columns: list[str], rows: list[dict[str, object]]) -> str:
 
 
 def cell(value: object) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = number(value) if isinstance(value, (int, float)) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def number(value: float) -> str:
+    """Three digits, and commas in whole numbers."""
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""meshshard launch N train.py MODEL STEPS: learn from seven bodies, predict the eighth."""
+"""meshshard launch N train.py MODEL STEPS: train on seven bodies, predict the eighth."""
 
 import json
 import sys
@@ -10,17 +10,17 @@ from torch.nn.parallel import DistributedDataParallel
 import meshshard as ms
 
 torch.manual_seed(0)
-torch.set_default_dtype(torch.float64)  # to compare one rank and two to the last digits
-domain = ms.comm.init_domain()  # the ranks that hold one surface together
+torch.set_default_dtype(torch.float64)  # to compare runs to the last digits
+domain = ms.comm.init_domain()  # the ranks that share one surface
 kind, steps = sys.argv[1], int(sys.argv[2])
 
 
 def body(run):
-    shard = ms.load(f"shards/boundary_{run}.shards", domain)  # each rank its own rows
+    shard = ms.load(f"shards/boundary_{run}.shards", domain)  # the owned rows of each rank
     inputs = [torch.cat([shard["center"], shard["normal"]], dim=1).double()]
-    if kind == "MeshGraphNet":  # cells that share an edge, and the way from one to the other
+    if kind == "MeshGraphNet":  # neighboring cells, and the vectors between them
         inputs += [shard.graph, ms.nn.edge_vectors(shard["center"].double(), shard.graph)]
-    return shard, inputs, shard["CpMeanTrim"].double()[:, None]  # global shapes: all cells
+    return shard, inputs, shard["CpMeanTrim"].double()[:, None]  # global shape
 
 
 make = {"Transolver": lambda: ms.models.Transolver(6, 1, 32, layers=3, heads=4, slices=16),
@@ -32,7 +32,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)
 for step in range(steps):
     _, inputs, truth = bodies[step % len(bodies)]
-    loss = (model(*inputs) - truth).square().mean()  # a global mean, alike on every rank
+    loss = (model(*inputs) - truth).square().mean()  # a global mean, identical on every rank
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

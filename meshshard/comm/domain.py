@@ -205,6 +205,11 @@ def init_domain(
     Returns:
         The ranks along the axis; or all ranks that `meshshard launch` or torchrun started; or, in a
         process started by `python`, a single rank without a process group.
+
+    Examples:
+        >>> domain = init_domain()  # under python: a single rank
+        >>> domain.rank, domain.size
+        (0, 1)
     """
     place = _device(device)
     if device_mesh is None:

@@ -31,6 +31,13 @@ def read(path: str | Path, *, time: float | None = None) -> Mesh:
     Raises:
         ReadError: the file is missing, damaged, empty or of an unknown format.
         MeshError: the mesh in it is inconsistent.
+
+    Examples:
+        >>> mesh = read("datasets/ahmed/run_8/boundary_8.vtp")
+        >>> mesh.kind, mesh.n_cells
+        ('surface', 4778)
+        >>> mesh.cell_fields["pMeanTrim"].shape
+        (4778,)
     """
     path = Path(path)
     try:

@@ -75,6 +75,12 @@ class Transolver(nn.Module):
     Raises:
         MeshshardError: layers, heads or slices below 1, heads that do not divide `hidden`, or an
             unknown variant.
+
+    Examples:
+        >>> import torch
+        >>> model = Transolver(3, 1, hidden=32, layers=2, heads=4, slices=16)
+        >>> model(torch.randn(100, 3)).shape
+        torch.Size([100, 1])
     """
 
     def __init__(

@@ -225,6 +225,12 @@ class Partition:
 
         Raises:
             StoreError: it exists, cannot be written, or the partition is of a bare graph.
+
+        Examples:
+            >>> parts = partition("datasets/ahmed/run_8/boundary_8.vtp", 2)
+            >>> folder = parts.save("two.shards")
+            >>> sorted(file.name for file in folder.iterdir())
+            ['manifest.json', 'shard_00000.safetensors', 'shard_00001.safetensors']
         """
         from meshshard import store
 
@@ -312,6 +318,12 @@ def partition(
     Raises:
         PartitionError: parts, weights, halo, method or labels are invalid, or METIS failed.
         MeshError: the mesh or graph is inconsistent.
+
+    Examples:
+        >>> parts = partition("datasets/ahmed/run_8/boundary_8.vtp", 4)
+        >>> parts.k, int(parts.sizes.sum())
+        (4, 4778)
+        >>> by_area = partition("datasets/ahmed/run_8/boundary_8.vtp", 4, weights="area")
     """
     k, targets = _parts(parts)
     if k > MAX_PARTS:

@@ -39,6 +39,13 @@ def load(path: str | Path, domain: Domain | None = None) -> Shard:
     Raises:
         DomainError: on every rank, if one cannot open the folder or has another version of it, or
             if there are more ranks than shards.
+
+    Examples:
+        >>> shard = load("boundary_8.shards")  # written by Partition.save; one rank
+        >>> shard["center"].shape
+        torch.Size([4778, 3])
+        >>> shard.names[:2]
+        ['CpMeanTrim', 'pMeanTrim']
     """
     domain = domain or Domain()
     folder = domain.run_collectively(lambda: _opened(path, domain), f"load {path}")
@@ -168,6 +175,12 @@ class Shard:
             fields: sharded tensors (N,) or (N, width) by name.
 
         Communication: one all-to-all for each field, and one for the rows of the file.
+
+        Examples:
+            >>> shard = load("boundary_8.shards")
+            >>> mesh = shard.gather({"twice": 2 * shard["CpMeanTrim"]})
+            >>> mesh.cell_fields["twice"].shape
+            (4778,)
         """
         domain, sizes = self.domain, self.sizes.tolist()
         whole = {n: domain.gather(x.detach().to_local(), sizes) for n, x in fields.items()}

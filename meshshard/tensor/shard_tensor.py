@@ -63,6 +63,14 @@ class ShardTensor(Tensor):
     Attributes:
         sharding: domain and sizes.
         sharded_dim: the dim that is divided.
+
+    Examples:
+        >>> import torch
+        >>> from meshshard.comm import init_domain
+        >>> from meshshard.tensor import shard
+        >>> x = shard(torch.arange(6.0), init_domain(), [6])  # on two ranks e.g. [2, 4]
+        >>> x.shape, x.mean()  # the global shape, the mean of all rows
+        (torch.Size([6]), tensor(2.5000))
     """
 
     _sharding: Sharding

@@ -46,6 +46,14 @@ def convert(model: M, hops: int | None = None) -> M:
     Communication: each convolution exchanges the halo of its input once, forward and backward, and
     once more for each further propagate; with two hops also that of its edge features. The first
     call of a user-defined convolution calls it twice more to check it, and gathers objects once.
+
+    Examples:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> from meshshard.ranks.shard import load
+        >>> shard = load("boundary_8.shards")
+        >>> conv = convert(SAGEConv(3, 8))
+        >>> conv(shard["center"], shard.graph).shape
+        torch.Size([4778, 8])
     """
     from torch_geometric.nn import MessagePassing
 

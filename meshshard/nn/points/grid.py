@@ -81,7 +81,7 @@ def points_from_grid(grid: Tensor, pos: Any, box: Box) -> Any:
     """Multilinear interpolation of a grid at points, as `F.grid_sample` with aligned corners.
 
     Args:
-        grid: (*box.shape, channels), plain, the same on every rank.
+        grid: `(*box.shape, channels)`, plain, the same on every rank.
         pos: (n, dims) coordinates, sharded by rows or plain.
         box: position and shape of the grid.
 
@@ -117,7 +117,7 @@ def grid_from_points(x: Any, pos: Any, box: Box, mean: bool = True) -> Tensor:
             are 0.
 
     Returns:
-        (*box.shape, channels), replicated.
+        `(*box.shape, channels)`, replicated.
 
     Raises:
         MeshshardError: only one of x and pos is sharded, or the points have another number of dims.

@@ -41,6 +41,12 @@ def knn_graph(pos: Tensor, k: int, loop: bool = False) -> ShardGraph:
         MeshshardError: k is not an integer of 1 or more, or `pos` is not a tensor (n, d).
 
     Communication: that of `knn`.
+
+    Examples:
+        >>> import torch
+        >>> graph = knn_graph(torch.tensor([[0.0], [1.0], [3.0]]), 1)
+        >>> graph.edge_index.tolist()  # sources, destinations
+        [[1, 0, 1], [0, 1, 2]]
     """
     points = side(pos, "knn_graph")
     return _nearest(points, points if loop else None, k, "knn_graph")
