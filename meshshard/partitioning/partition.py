@@ -29,7 +29,7 @@ from meshshard.mesh import Array, Mesh
 from meshshard.mesh.inspection import weld_and_match
 from meshshard.mesh.ragged import offsets_of
 from meshshard.partitioning.methods import Partitioner, label, partitioner_of, record_of
-from meshshard.partitioning.pieces import pieces_of
+from meshshard.partitioning.pieces import pieces_of_cells, pieces_of_points
 from meshshard.partitioning.quality import Quality, quality_of
 
 if TYPE_CHECKING:
@@ -246,7 +246,9 @@ class Partition:
             "request": dict(request or {}),
             "command": command,
         }
-        shards = ((self.plan(p), piece) for p, piece in enumerate(pieces_of(self)))
+        pieces_of = pieces_of_cells if self.entity == "cells" else pieces_of_points
+        pieces = pieces_of(self.mesh, self.origin, self.offsets)
+        shards = ((self.plan(p), piece) for p, piece in enumerate(pieces))
         return store.write(path, self.mesh, cut, shards, source=source, force=force)
 
     def subject(self) -> Subject:

@@ -1,48 +1,51 @@
-"""Pieces: the cells and points of every shard of a partition, as meshes."""
+"""Pieces: the cells and points of every shard, as meshes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import numpy as np
 
-from meshshard.errors import MeshError
+from meshshard.mesh import Array, Mesh
 from meshshard.mesh.submesh import Piece, extract
 
-if TYPE_CHECKING:
-    from meshshard.partitioning.partition import Partition
-
-__all__ = ["pieces_of"]
+__all__ = ["pieces_of_cells", "pieces_of_points"]
 
 
-def pieces_of(partition: Partition) -> Iterator[Piece]:
-    """The cells and points of every shard; its owned rows come first, in shard order.
+def pieces_of_cells(mesh: Mesh, origin: Array, offsets: Array) -> Iterator[Piece]:
+    """The cells that every shard owns, with the points that they need.
 
-    If points are sharded, a cell goes to the lowest shard that owns one of its points, together
-    with the other points that it needs. If cells are sharded, points that no cell uses go to the
-    first shard.
+    Points that no cell uses go to the first shard.
 
-    Raises:
-        MeshError: the partition is of a bare graph.
+    Args:
+        mesh: the whole mesh.
+        origin: (n_cells,) row in the mesh of every cell in shard order.
+        offsets: (k + 1,) shard p owns the cells offsets[p]:offsets[p + 1] of that order.
     """
-    mesh = partition.mesh
-    if mesh is None:
-        raise MeshError("a bare graph has no cells and points; partition a mesh or a cloud")
-    first = partition.offsets
-    if partition.entity == "cells":
-        used = np.zeros(mesh.n_points, bool)
-        used[mesh.connectivity] = True
-        unused = np.flatnonzero(~used)
-        for p in range(partition.k):
-            cells = partition.origin[first[p] : first[p + 1]]
-            yield extract(mesh, cells, unused if p == 0 and len(unused) else None)
-        return
+    used = np.zeros(mesh.n_points, bool)
+    used[mesh.connectivity] = True
+    unused = np.flatnonzero(~used)
+    for p, (first, last) in enumerate(pairwise(offsets)):
+        yield extract(mesh, origin[first:last], unused if p == 0 and len(unused) else None)
+
+
+def pieces_of_points(mesh: Mesh, origin: Array, offsets: Array) -> Iterator[Piece]:
+    """The points that every shard owns, followed by the other points that its cells need.
+
+    A cell goes to the lowest shard that owns one of its points.
+
+    Args:
+        mesh: the whole mesh, or a cloud.
+        origin: (n_points,) row in the mesh of every point in shard order.
+        offsets: (k + 1,) shard p owns the points offsets[p]:offsets[p + 1] of that order.
+    """
+    owner = np.empty(mesh.n_points, np.int64)
+    owner[origin] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     lowest = np.zeros(0, np.int64)
     if mesh.n_cells:
-        lowest = np.minimum.reduceat(partition.labels[mesh.connectivity], mesh.offsets[:-1])
+        lowest = np.minimum.reduceat(owner[mesh.connectivity], mesh.offsets[:-1])
     order = np.argsort(lowest, kind="stable")
-    bounds = np.searchsorted(lowest[order], np.arange(partition.k + 1))
-    for p in range(partition.k):
-        cells = order[bounds[p] : bounds[p + 1]]
-        yield extract(mesh, cells, partition.origin[first[p] : first[p + 1]])
+    bounds = np.searchsorted(lowest[order], np.arange(len(offsets)))
+    for p, (first, last) in enumerate(pairwise(offsets)):
+        yield extract(mesh, order[bounds[p] : bounds[p + 1]], origin[first:last])
