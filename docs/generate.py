@@ -174,7 +174,7 @@ def keep_drawings(app, what, name, obj, options, lines: list[str]) -> None:
 
 
 def add_parameters(app, what, name, obj, options, lines: list[str]) -> None:
-    """Describe the parameters of a class where `__init__` documents them: without its first line."""
+    """Describe the parameters of a class where `__init__` documents them."""
     init = vars(obj).get("__init__") if what == "class" else None
     if init is not None and init.__doc__:
         lines += ["", *inspect.getdoc(init).splitlines()[1:], ""]
