@@ -35,5 +35,8 @@ generate.everything(HERE)
 
 
 def setup(app):
+    app.connect(
+        "autodoc-process-docstring", generate.add_parameters, priority=400
+    )  # before napoleon
     app.connect("autodoc-process-docstring", generate.keep_drawings)
     app.connect("autodoc-skip-member", generate.skip_tuple_fields)

@@ -13,6 +13,7 @@ datasets/, notebooks/    copies, so that their links work inside the documentati
 import argparse
 import importlib
 import importlib.util
+import inspect
 import json
 import shutil
 import tomllib
@@ -170,6 +171,13 @@ def keep_drawings(app, what, name, obj, options, lines: list[str]) -> None:
     while start > 0 and lines[start - 1].startswith(" "):
         start -= 1
     lines[start:start] = ["::", ""]
+
+
+def add_parameters(app, what, name, obj, options, lines: list[str]) -> None:
+    """Describe the parameters of a class where `__init__` documents them."""
+    init = vars(obj).get("__init__") if what == "class" else None
+    if init is not None and init.__doc__:
+        lines += ["", *inspect.getdoc(init).splitlines()[1:], ""]
 
 
 def skip_tuple_fields(app, what, name, obj, skip, options) -> bool | None:

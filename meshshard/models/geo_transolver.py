@@ -33,10 +33,9 @@ __all__ = ["GeoOptions", "GeoTransolver"]
 
 @dataclass(frozen=True)
 class GeoOptions(TransolverOptions):
-    """Options of a `GeoTransolver` apart from its sizes.
+    """Options of a `GeoTransolver` apart from its sizes; those of `TransolverOptions`, and more.
 
     Attributes:
-        mlp_ratio, variant, tile, keep_weights, deterministic: as in `TransolverOptions`.
         slices: number of slices G in each head.
         radii: radii of the balls in which a row sees the geometry, in the units of the positions.
         neighbors: for each radius, the number of nearest points of the geometry in the ball.
