@@ -4,7 +4,11 @@ S is a sum, mean or maximum over in-edges. A tile of some 2,000 rows of S x is m
 is in the cache. If S is linear, the gradients have the same form: with t = S* g, those of x and W
 are t W and t^T x; maxima are recomputed. So neither S x nor t is ever whole in memory.
 
-TILES
+What it buys, against the same products on whole arrays (`_untiled`; 128 channels, about 6 edges per
+node, one thread of a Xeon with 1.25 MiB of L2, forward and backward): memory beyond the input is
+0.54 (SAGE) and 0.77 (GCN) at 490,000 nodes; time is 0.80 and 0.98 at 200,000 nodes with glibc's
+defaults, 1.10 and 1.28 where glibc keeps freed memory. On a GPU there is one tile.
+`benchmarks/results/graphs.json` compares with PyG.
 """
 
 from __future__ import annotations

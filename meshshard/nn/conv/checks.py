@@ -108,7 +108,7 @@ def _difference_on_shards(conv: nn.Module, edges: Tensor, data: list[Tensor], ho
     out = _backward(whole, leaves, edges)
     expected = [out, leaves[0].grad, *[p.grad for p in whole.parameters()]]
 
-    def job(domain: Domain) -> list[Any]:
+    def _job(domain: Domain) -> list[Any]:
         model, nodes = copies[domain.rank], Sharding(domain, SIZES)
         graph = ShardGraph.from_edge_index(edges, nodes)
         owned = data[0][nodes.first : nodes.first + nodes.own].clone()
@@ -117,7 +117,7 @@ def _difference_on_shards(conv: nn.Module, edges: Tensor, data: list[Tensor], ho
         domain.average_gradients(model)
         return [out.gather(), x.grad.gather(), *[p.grad for p in model.parameters()]]
 
-    found = simulate(len(SIZES), job)[0]
+    found = simulate(len(SIZES), _job)[0]
     return max(_difference(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -245,7 +245,7 @@ def _train(
     place = torch.argsort(order)
     copies = [copy.deepcopy(model).double().eval() for _ in range(size)]
 
-    def job(domain: Domain) -> Any:
+    def _job(domain: Domain) -> Any:
         model, nodes = copies[domain.rank], Sharding(domain, sizes)
         nodes.origin = order[nodes.first : nodes.first + nodes.own]
         graph = ShardGraph.from_edge_index(place[fields["edge_index"]], nodes)
@@ -269,4 +269,4 @@ def _train(
         assert first is not None
         return *first, torch.tensor(losses, dtype=torch.float64), all(arrived)
 
-    return simulate(size, job)[0]
+    return simulate(size, _job)[0]

@@ -51,9 +51,8 @@ class DeepGraph:
         """The local graph with arbitrary in-edges of the outermost nodes."""
         local, n = self.local, len(self.outermost)
         to, order = torch.sort(torch.cat([local.destinations, self.outermost]), stable=True)
-        other = (self.outermost - 1) % max(
-            1, local.nodes.own
-        )  # not self-loops, which convolutions add
+        # Sources other than the nodes themselves: convolutions may add self-loops already.
+        other = (self.outermost - 1) % max(1, local.nodes.own)
         sources = torch.cat([local.indices, other])[order]
         keys = torch.cat([local.edges.sources(), self.outermost])[order]
         if edge_attr is not None:

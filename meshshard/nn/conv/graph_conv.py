@@ -129,7 +129,7 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
         if out is not None:
             return out
 
-    def run_on(subgraph: HaloSubgraph) -> Any:
+    def _call(subgraph: HaloSubgraph) -> Any:
         local = {n: _local(n, a, subgraph, name) for n, a in arguments.items()}
         if is_bipartite(graph) and "size" in names and local.get("size") is None:
             local["size"] = (subgraph.n_rows, subgraph.n_destinations)
@@ -138,9 +138,9 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
 
     subgraph = halo_subgraph_of(graph, conv._meshshard_hops)
     if not conv._meshshard_checked:
-        check_permutation_invariance(conv, subgraph, run_on, name)
+        check_permutation_invariance(conv, subgraph, _call, name)
         conv._meshshard_checked = True
-    return run_on(subgraph)
+    return _call(subgraph)
 
 
 not_compiled(_run)  # compiled models break their graph here: exchanges and hooks run uncompiled
