@@ -22,3 +22,12 @@ def ranks():
     yield pools
     for pool in pools.values():
         pool.stop()
+
+
+def pytest_collection_modifyitems(items):
+    """Mark tests on 3 and 4 ranks as slow; the same tests on 1 and 2 ranks are not."""
+    for item in items:
+        if "ranks" in item.fixturenames and hasattr(item, "callspec"):
+            sizes = (item.callspec.params.get(name, 0) for name in ("size", "ranks_"))
+            if max(sizes) > 2:
+                item.add_marker(pytest.mark.slow)

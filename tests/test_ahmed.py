@@ -10,6 +10,8 @@ from meshshard import io, store
 from meshshard.cli.demo import force_coefficients
 from meshshard.partitioning.partition import partition
 
+pytestmark = pytest.mark.slow
+
 AHMED = Path(__file__).parent.parent / "datasets" / "ahmed"
 RUNS = (1, 2, 4, 5, 6, 8, 10, 11)
 PARTS = (1, 2, 7, 8, 64)

@@ -420,6 +420,7 @@ def largest_job(width, options):
     return seen.most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.1}])
 def test_no_matrix_of_all_pairs_is_stored(ranks, options):
     for width in (4, 5):

@@ -54,6 +54,7 @@ def test_partition_info_validate_gather(body: str) -> None:
     assert_same(io.read("back.vtp"), io.read(body))
 
 
+@pytest.mark.slow
 def test_many_files(body: str, capsys: pytest.CaptureFixture[str]) -> None:
     io.write(volume(3, False), "v.vtu")
     for i in range(3):
@@ -71,6 +72,7 @@ def test_many_files(body: str, capsys: pytest.CaptureFixture[str]) -> None:
         np.testing.assert_array_equal(one.labels(), two.labels())
 
 
+@pytest.mark.slow
 def test_one_bad_file_of_many(body: str) -> None:
     Path("bad.vtp").write_text("<html>")
     for jobs in (1, 2):
@@ -177,6 +179,7 @@ def test_methods(body: str, capsys: pytest.CaptureFixture[str], method: str) -> 
         np.testing.assert_array_equal(folder.labels(), labels)
 
 
+@pytest.mark.slow
 def test_options_of_the_cut(body: str, capsys: pytest.CaptureFixture[str]) -> None:
     cut = ("partition", body, "--parts", 3, "--force", "-q")
     call(capsys, *cut, "--halo", 2)
@@ -297,6 +300,7 @@ def test_vtk_beside_the_shards(body: str, capsys: pytest.CaptureFixture[str]) ->
     assert 'Name="vtkGhostType"' in text
 
 
+@pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
     out, err = meshshard("demo", "--parts", 4, cwd=tmp_path)
     assert "9,794 cells in 4 shards" in out
@@ -327,6 +331,7 @@ def test_every_command_and_option_has_a_help_text() -> None:
         assert all(action.help for action in command._actions), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [1, 2, 4, 5, 6, 8, 10, 11])
 def test_every_surface_comes_back(run: int, tmp_path: Path, capsys: Any) -> None:
     path = ROOT / "datasets" / "ahmed" / f"run_{run}" / f"boundary_{run}.vtp"

@@ -21,6 +21,8 @@ from meshshard.cli.partition import Job, memory_note, partition_file, targets_of
 from meshshard.errors import StoreError
 from meshshard.mesh import Mesh
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -83,6 +83,7 @@ def model_job():
     return max(farthest(a, b) for a, b in zip(results[1], results[0], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_model_of_several_levels(ranks, size):
     assert max(ranks[size].run(model_job)) < 1e-9

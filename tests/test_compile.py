@@ -13,6 +13,8 @@ from meshshard.models import Transolver, TransolverOptions
 from meshshard.nn.slices import _tiles
 from meshshard.tensor import ShardTensor, shard
 
+pytestmark = pytest.mark.slow
+
 MESHES = 10
 
 

@@ -75,6 +75,7 @@ def training_job():
     return float(losses[0])
 
 
+@pytest.mark.slow
 def test_training_under_ddp_equals_serial(ranks):
     losses = ranks[3].run(training_job)
     assert len(set(losses)) == 1

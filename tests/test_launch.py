@@ -54,6 +54,8 @@ dist.destroy_process_group()
 """
 SLEEPS = """
 import os, subprocess, sys, time
+
+pytestmark = pytest.mark.slow
 {}
 open(f"{{os.getpid()}}.pid", "w").close()
 time.sleep(60)

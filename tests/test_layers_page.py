@@ -9,6 +9,8 @@ import pytest
 from meshshard import io
 from meshshard.partitioning.partition import partition
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "layers.md"
 

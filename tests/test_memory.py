@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(),
-    reason="the peak of a process can be reset only on Linux",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not Path("/proc/self/clear_refs").exists(),
+        reason="the peak of a process can be reset only on Linux",
+    ),
+]
 
 MEASURE = """
 import json, sys

@@ -180,6 +180,7 @@ def test_a_file_named_like_a_module_is_not_imported(tmp_path: Path) -> None:
     assert done.stdout == "3\n"
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_labels_also_from_threads() -> None:
     graph = grid(100)
     alone = [k_way(graph, parts) for parts in (3, 8)]

@@ -81,6 +81,7 @@ def test_a_seed_changes_the_labels():
     assert not np.array_equal(label(GRAPH, 8, Metis(seed=1)), label(GRAPH, 8, Metis(seed=2)))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(graphs(), st.integers(1, 5))
 def test_metis_takes_any_directed_graph(graph, parts):

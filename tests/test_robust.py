@@ -63,6 +63,7 @@ def seeds(folder):
     return sorted(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_mutated_files_never_crash(tmp_path):
     (tmp_path / "good").mkdir()
     for good in seeds(tmp_path / "good"):

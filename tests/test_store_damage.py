@@ -219,6 +219,7 @@ print(state(target, mesh), [f.name for f in target.parent.iterdir()])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("force", [False, True])
 def test_a_writer_killed_at_any_moment(tmp_path: Path, force: bool) -> None:
     """There is the old folder, the new one or none; the next writer removes temporary ones."""

@@ -270,6 +270,7 @@ def vit_job(sizes):
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(14,), (4, 10), (14, 0), (0, 6, 2, 6)])
 def test_a_vision_transformer(ranks, sizes):
     for errors in run(ranks, len(sizes), vit_job, sizes):
