@@ -237,8 +237,10 @@ def var(
 
 
 def std(x: Sharded, *args: Any, **kwargs: Any) -> Any:
-    """Square root of the variance."""
-    return torch.sqrt(var(x, *args, **kwargs))
+    """Square root of the variance; its gradient is 0 where the variance is, as in torch."""
+    variance = var(x, *args, **kwargs)
+    constant = variance == 0
+    return variance.masked_fill(constant, 1).sqrt().masked_fill(constant, 0)
 
 
 def _and_mean(func: Callable[..., Any]) -> Rule:
