@@ -30,6 +30,7 @@ __all__ = [
     "Rule",
     "ShardTensor",
     "Sharded",
+    "alias_of",
     "apply_local",
     "in_user_hook",
     "local_of",
@@ -86,7 +87,8 @@ class ShardTensor(Tensor):
                 f"dim {dim}, got a tensor of shape {tuple(local.shape)}"
             )
         with native():
-            alias = local.view_as(local)
+            leaf = local.requires_grad and local.is_leaf and torch.is_grad_enabled()
+            alias = _LeafRows.apply(local, sharding.domain.size) if leaf else alias_of(local)  # type: ignore[no-untyped-call]
             if type(alias) is not Tensor:  # the result of an asynchronous collective: clone waits
                 alias = alias.clone()
             if type(alias) is not Tensor:
@@ -94,9 +96,6 @@ class ShardTensor(Tensor):
                 raise MeshshardError(
                     f"from_local: expected a plain tensor of owned rows, got a {kind}"
                 )
-            if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
-                scale = 1 / sharding.domain.size
-                alias.register_hook(lambda grad: grad * scale)  # type: ignore[no-untyped-call]
         return wrap(alias, sharding, dim)
 
     @property
@@ -195,6 +194,30 @@ def _in_own_function(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -
         )
         raise refuse(func, args, kwargs, why)
     return out
+
+
+class _LeafRows(torch.autograd.Function):
+    """A view of a leaf, whose gradient in local autograd becomes the global one.
+
+    A hook on an ordinary view would be lost when the leaf is changed in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.size, None
+
+
+def alias_of(x: Tensor) -> Tensor:
+    """The same values; not a view if `x` needs no gradient, so that it may become a leaf.
+
+    Autograd takes the gradient of a view of a view to the base, which such a leaf is not.
+    """
+    return x.view_as(x) if x.requires_grad else x.detach()
 
 
 def normalize_dim(dim: int, ndim: int) -> int:
