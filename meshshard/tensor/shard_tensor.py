@@ -164,9 +164,50 @@ class ShardTensor(Tensor):
         if current_autograd_node() is not None and _in_local_backward(func):
             with native():
                 return func(*args, **(kwargs or {}))
+        if kwargs and "out" in kwargs:
+            return _into_out(rule, func, args, kwargs)
         if not forward_mode_enabled() and not torch.is_inference_mode_enabled():
             return _in_own_function(rule, func, args, kwargs or {})
         return rule(*args, **kwargs) if kwargs else rule(*args)
+
+
+def _into_out(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a rule and copy the result into `out`, which must be as the result.
+
+    Raises:
+        NoShardRule: `out` has another shape or sharding, or is plain where the result is sharded.
+        RuntimeError: autograd records the function, or the dtype does not fit, as in torch.
+    """
+    rest = {name: value for name, value in kwargs.items() if name != "out"}
+    result = rule(*args, **rest)
+    if kwargs["out"] is None:
+        return result
+    many = isinstance(result, (tuple, list))
+    results, outs = (result, kwargs["out"]) if many else ((result,), (kwargs["out"],))
+    for found, out in zip(results, outs, strict=True):
+        if torch.is_grad_enabled() and (found.requires_grad or out.requires_grad):
+            raise RuntimeError(
+                f"{name_of(func)}(): functions with out=... arguments don't support automatic "
+                "differentiation, but one of the arguments requires grad."
+            )
+        if not torch.can_cast(found.dtype, out.dtype):
+            raise RuntimeError(
+                f"result type {found.dtype} can't be cast to the desired output type {out.dtype}"
+            )
+        if not _same_layout(found, out):
+            why = "out= has another shape or sharding than the result: assign the result"
+            raise refuse(func, (*args, out), rest, why)
+    for found, out in zip(results, outs, strict=True):
+        with native():
+            out.copy_(found)
+    return type(result)(outs) if many else outs[0]
+
+
+def _same_layout(x: Any, y: Any) -> bool:
+    """Whether two tensors have the same shape, and the same sharding or none."""
+    if type(x) is not ShardTensor or type(y) is not ShardTensor:
+        return type(x) is not ShardTensor and type(y) is not ShardTensor and x.shape == y.shape
+    return x._dim == y._dim and x._sharding == y._sharding and x.shape == y.shape
 
 
 def _in_local_backward(func: Any) -> bool:
