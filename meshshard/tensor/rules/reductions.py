@@ -297,6 +297,8 @@ def logsumexp(x: Sharded, dim: Dims, keepdim: bool = False) -> Any:
     dims = _dims(x, dim)
     if x._dim not in dims:
         return _local(torch.logsumexp, x, dims, keepdim)
+    if not x.is_floating_point() and not x.is_complex():
+        x = x.to(torch.get_default_dtype())
     top = _finite_max(x, dims)
     out = torch.log(total(torch.exp(x - top), dims, True)) + top
     return out if keepdim else out.squeeze(dims)
