@@ -55,7 +55,7 @@ SAME = {
     "view of other features": (lambda x: x.view(torch.float32), draw(8, 3)),
 }
 REFUSED = {
-    "vector_norm out": lambda x: torch.linalg.vector_norm(x, 2, 0, out=torch.zeros(3)),
+    "softmax out": lambda x: torch.softmax(x, 1, out=torch.zeros(8, 3).double()),
     "normalize out": lambda x: F.normalize(x, out=torch.zeros(8, 3)),
     "view of other rows": lambda x: x[:, 0].view(torch.float32),
     "embedding that is renormed": lambda x: F.embedding(x.long(), draw(9, 2), max_norm=0.1),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.errors import MeshshardError, n_of
-from meshshard.tensor.shard_tensor import ShardTensor, normalize_dim, wrap
+from meshshard.tensor.shard_tensor import ShardTensor, alias_of, normalize_dim, wrap
 from meshshard.tensor.sharding import Sharding
 
 __all__ = ["shard"]
@@ -50,7 +50,7 @@ def shard(
     owned = x.narrow(dim, sharding.first, sharding.own)
     if x.requires_grad and x.is_leaf and domain.size > 1:
         owned = domain.replicate(x).narrow(dim, sharding.first, sharding.own)
-    return wrap(owned.view_as(owned), sharding, dim)
+    return wrap(alias_of(owned), sharding, dim)
 
 
 def _from_root(x: Tensor | None, sharding: Sharding, dim: int, root: int) -> ShardTensor:

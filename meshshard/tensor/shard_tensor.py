@@ -30,6 +30,7 @@ __all__ = [
     "Rule",
     "ShardTensor",
     "Sharded",
+    "alias_of",
     "apply_local",
     "in_user_hook",
     "local_of",
@@ -94,7 +95,8 @@ class ShardTensor(Tensor):
                 f"dim {dim}, got a tensor of shape {tuple(local.shape)}"
             )
         with native():
-            alias = local.view_as(local)
+            leaf = local.requires_grad and local.is_leaf and torch.is_grad_enabled()
+            alias = _LeafRows.apply(local, sharding.domain.size) if leaf else alias_of(local)  # type: ignore[no-untyped-call]
             if type(alias) is not Tensor:  # the result of an asynchronous collective: clone waits
                 alias = alias.clone()
             if type(alias) is not Tensor:
@@ -102,9 +104,6 @@ class ShardTensor(Tensor):
                 raise MeshshardError(
                     f"from_local: expected a plain tensor of owned rows, got a {kind}"
                 )
-            if local.requires_grad and local.is_leaf and torch.is_grad_enabled():
-                scale = 1 / sharding.domain.size
-                alias.register_hook(lambda grad: grad * scale)  # type: ignore[no-untyped-call]
         return wrap(alias, sharding, dim)
 
     @property
@@ -173,9 +172,50 @@ class ShardTensor(Tensor):
         if current_autograd_node() is not None and _in_local_backward(func):
             with native():
                 return func(*args, **(kwargs or {}))
+        if kwargs and "out" in kwargs:
+            return _into_out(rule, func, args, kwargs)
         if not forward_mode_enabled() and not torch.is_inference_mode_enabled():
             return _in_own_function(rule, func, args, kwargs or {})
         return rule(*args, **kwargs) if kwargs else rule(*args)
+
+
+def _into_out(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a rule and copy the result into `out`, which must be as the result.
+
+    Raises:
+        NoShardRule: `out` has another shape or sharding, or is plain where the result is sharded.
+        RuntimeError: autograd records the function, or the dtype does not fit, as in torch.
+    """
+    rest = {name: value for name, value in kwargs.items() if name != "out"}
+    result = rule(*args, **rest)
+    if kwargs["out"] is None:
+        return result
+    many = isinstance(result, (tuple, list))
+    results, outs = (result, kwargs["out"]) if many else ((result,), (kwargs["out"],))
+    for found, out in zip(results, outs, strict=True):
+        if torch.is_grad_enabled() and (found.requires_grad or out.requires_grad):
+            raise RuntimeError(
+                f"{name_of(func)}(): functions with out=... arguments don't support automatic "
+                "differentiation, but one of the arguments requires grad."
+            )
+        if not torch.can_cast(found.dtype, out.dtype):
+            raise RuntimeError(
+                f"result type {found.dtype} can't be cast to the desired output type {out.dtype}"
+            )
+        if not _same_layout(found, out):
+            why = "out= has another shape or sharding than the result: assign the result"
+            raise refuse(func, (*args, out), rest, why)
+    for found, out in zip(results, outs, strict=True):
+        with native():
+            out.copy_(found)
+    return type(result)(outs) if many else outs[0]
+
+
+def _same_layout(x: Any, y: Any) -> bool:
+    """Whether two tensors have the same shape, and the same sharding or none."""
+    if type(x) is not ShardTensor or type(y) is not ShardTensor:
+        return type(x) is not ShardTensor and type(y) is not ShardTensor and x.shape == y.shape
+    return x._dim == y._dim and x._sharding == y._sharding and x.shape == y.shape
 
 
 def _in_local_backward(func: Any) -> bool:
@@ -203,6 +243,30 @@ def _in_own_function(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -
         )
         raise refuse(func, args, kwargs, why)
     return out
+
+
+class _LeafRows(torch.autograd.Function):
+    """A view of a leaf, whose gradient in local autograd becomes the global one.
+
+    A hook on an ordinary view would be lost when the leaf is changed in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.size, None
+
+
+def alias_of(x: Tensor) -> Tensor:
+    """The same values; not a view if `x` needs no gradient, so that it may become a leaf.
+
+    Autograd takes the gradient of a view of a view to the base, which such a leaf is not.
+    """
+    return x.view_as(x) if x.requires_grad else x.detach()
 
 
 def normalize_dim(dim: int, ndim: int) -> int:

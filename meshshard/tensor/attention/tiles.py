@@ -80,10 +80,17 @@ def has_flash_kernel(q: Tensor, v: Tensor, dropped: bool) -> bool:
     return not dropped and q.is_cpu and q.shape[-1] == v.shape[-1]
 
 
+def _for_kernel(x: Tensor) -> Tensor:
+    """The same rows with adjacent features and without overlap, which the flash kernel assumes."""
+    dense = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]
+    return x if dense else x.contiguous()
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """Output (batch, heads, queries, width) and log-sum-exp (batch, heads, queries) of a tile."""
     if has_flash_kernel(q, v, tile.factor is not None):
         bias = tile.bias(q, k)
+        q, k, v = (_for_kernel(x) for x in (q, k, v))
         out, lse = FLASH(q, k, v, 0.0, tile.causal, attn_mask=bias, scale=tile.scale)
         if bias is not None:  # the kernel returns 0 for a query that attends to no key
             lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
@@ -111,6 +118,7 @@ def attend_backward(
     out, lse = found
     if has_flash_kernel(q, v, tile.factor is not None):
         bias = tile.bias(q, k)
+        grad, out, q, k, v = (_for_kernel(x) for x in (grad, out, q, k, v))
         dq, dk, dv = FLASH_BACKWARD(
             grad, q, k, v, out, lse, 0.0, tile.causal, attn_mask=bias, scale=tile.scale
         )

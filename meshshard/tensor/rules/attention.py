@@ -79,7 +79,7 @@ def _over_batch(qkv: tuple[Any, ...], options: _Options, weights: bool) -> tuple
     (q, k, v, mask), first, back = align_broadcast(SDPA, (*qkv, options.attn_mask))
     if options.enable_gqa and back == 3:
         raise refuse(SDPA, qkv, None, "the heads are sharded, with enable_gqa=True")
-    at = ndim_of(first) - back
+    at = max(ndim_of(x) for x in (q, k, v)) - back
     given: dict[str, Any] = {
         "attn_mask": mask,
         "is_causal": options.is_causal,
@@ -87,6 +87,8 @@ def _over_batch(qkv: tuple[Any, ...], options: _Options, weights: bool) -> tuple
         "enable_gqa": options.enable_gqa,
     }
     with native():
+        if not first._sharding.own:  # torch does not broadcast empty batches
+            q, k, v = _with_one_batch_shape((q, k, v), keep_heads=options.enable_gqa)
         if not options.dropout_p and not weights:
             return wrap(SDPA(q, k, v, **given), first._sharding, at), None
         identity = torch.eye(k.shape[-2], dtype=q.dtype, device=q.device)
@@ -96,6 +98,13 @@ def _over_batch(qkv: tuple[Any, ...], options: _Options, weights: bool) -> tuple
         groups = q.shape[-3] // v.shape[-3] if options.enable_gqa else 1
         v = v if groups == 1 else v.repeat_interleave(groups, -3)
         return wrap(kept @ v, first._sharding, at), kept
+
+
+def _with_one_batch_shape(tensors: tuple[Tensor, ...], keep_heads: bool) -> list[Tensor]:
+    """Tensors with broadcast batch dims; with grouped queries the numbers of heads are kept."""
+    last = 3 if keep_heads else 2
+    batch = broadcast_shapes(*(x.shape[:-last] for x in tensors))
+    return [x.expand(*batch, *x.shape[-last:]) for x in tensors]
 
 
 def _over_rows(qkv: tuple[Any, ...], options: _Options, weights: bool) -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ itemsize output_nr name _version _base _backward_hooks _post_accumulate_grad_hoo
 retains_grad _cdata volatile
 """
 LOCAL_METHODS = """
-dim ndimension is_floating_point is_complex is_signed element_size is_contiguous is_inference
+dim ndimension is_floating_point is_complex is_signed element_size is_inference
 is_conj is_neg get_device is_pinned is_shared _is_view is_same_size stride
 """
 LOCAL_FUNCTIONS = """
@@ -137,13 +137,14 @@ def new_like(func: Callable[..., Any]) -> Rule:
     """new_zeros and the like: sharded if the shape has all rows on the sharded dim, else plain."""
 
     def _rule(x: ShardTensor, *wanted: Any, **kwargs: Any) -> Any:
+        value: tuple[Any, ...] = ()
+        if func is Tensor.new_full:
+            value = (kwargs.pop("fill_value"),) if "fill_value" in kwargs else wanted[-1:]
+            wanted = wanted[:1]
         wanted = kwargs.pop("size", wanted)
         shape = torch.Size(
             wanted[0] if len(wanted) == 1 and not isinstance(wanted[0], int) else wanted
         )
-        value = ()
-        if func is Tensor.new_full:
-            shape, value = torch.Size(wanted[0]), tuple(wanted[1:])
         whole = len(shape) > x._dim and shape[x._dim] == x._sharding.total
         if whole and x._sharding.total > 1:
             local = torch.Size((*shape[: x._dim], x._sharding.own, *shape[x._dim + 1 :]))

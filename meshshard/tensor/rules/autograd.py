@@ -40,7 +40,7 @@ def requires_grad_(x: ShardTensor, requires_grad: bool = True) -> ShardTensor:
         boundary = requires_grad and x.is_leaf and current_autograd_node() is None
         if boundary and not getattr(x, "_scales_gradient", False):
             scale = 1 / x._sharding.domain.size
-            x.register_hook(lambda g: g * scale)  # type: ignore[no-untyped-call]
+            x.register_hook(lambda g: None if g is None else g * scale)  # type: ignore[no-untyped-call]
             x._scales_gradient = True  # type: ignore[attr-defined]
     return x
 
@@ -56,7 +56,9 @@ def register_hook(x: ShardTensor, hook: Callable[[Any], Any]) -> Any:
     with native():
         leaf = x.is_leaf
 
-    def _with_global_value(g: Tensor) -> Tensor | None:
+    def _with_global_value(g: Tensor | None) -> Tensor | None:
+        if g is None:
+            return None
         with native():
             shown = g.view_as(g) if leaf else g / scale
         in_user_hook[0] = True

@@ -31,7 +31,8 @@ def _conv(func: Callable[..., Any], n: int) -> Rule:
         require_whole_domain(func, (x,), x._sharding.domain)
         stride, dilation = _each(stride, n), _each(dilation, n)
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        padding = [r // 2 for r in reach] if padding == "same" else padding
+        if padding == "same":
+            x, padding = _pad_end(x, reach, stride), [r // 2 for r in reach]
         padding = [0] * n if padding == "valid" else _each(padding, n)
         at = x._dim - 2
         if x._dim >= 2 and padding[at] == 0 and stride[at] == reach[at] + 1 > 1:
@@ -48,6 +49,20 @@ def _conv(func: Callable[..., Any], n: int) -> Rule:
         return wrap(out, x._sharding, x._dim)
 
     return _rule
+
+
+def _pad_end(x: ShardTensor, reach: list[int], stride: list[int]) -> ShardTensor:
+    """The place that padding="same" adds at the end of dims with an even kernel.
+
+    Raises:
+        RuntimeError: the stride is not 1, as in torch.
+    """
+    if max(stride) > 1:
+        raise RuntimeError("padding='same' is not supported for strided convolutions")
+    ends = [0 if d == x._dim else r % 2 for d, r in enumerate(reach, 2)]
+    if not any(ends):
+        return x
+    return apply_local(F.pad, x, ([n for end in reversed(ends) for n in (0, end)],))
 
 
 def _patches(x: ShardTensor, each: int, conv: Callable[[Tensor], Tensor]) -> ShardTensor:

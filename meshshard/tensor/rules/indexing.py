@@ -29,6 +29,7 @@ from meshshard.tensor.shard_tensor import (
 )
 from meshshard.tensor.sharding import Sharding
 
+broadcast_shapes: Any = torch.broadcast_shapes
 ALL = slice(None)
 GET, SET = "Tensor.__getitem__", "Tensor.__setitem__"
 
@@ -105,7 +106,13 @@ def _other_dims(x: ShardTensor, items: list[Any]) -> ShardTensor:
         dim = sum(not isinstance(i, int) for i in items[: real[x._dim]])
         with native():
             return wrap(x[tuple(items)], x._sharding, dim)
+    items = [_numbers(i) for i in items]
     return apply_and_follow(Tensor.__getitem__, x, (tuple(items),), {})
+
+
+def _numbers(item: Any) -> Any:
+    """The numbers of what a mask of one dim selects; another index as it is."""
+    return torch.nonzero(item)[:, 0] if _is_mask(item) and item.dim() == 1 else item
 
 
 # ----------------------------------------------------------------------------------------- rows
@@ -211,15 +218,14 @@ def _masked_rows(x: ShardTensor, mask: Tensor) -> ShardTensor:
 
 def masked_select(x: Any, mask: Any) -> ShardTensor:
     """Elements where a mask is true, in one sharded dim; the sharded dim must be the first."""
-    first = require_same_sharding(torch.masked_select, (x, mask))
-    if type(x) is not ShardTensor or first._dim != 0:
-        why = "the tensor must be sharded along its first dim"
-        raise refuse(torch.masked_select, (x, mask), None, why)
-    mask = mask if type(mask) is ShardTensor else narrow_to_owned(mask, x._sharding, 0)
+    broadcast_shapes(x.shape, mask.shape)  # raises identically on every rank
+    given, first, back = align_broadcast(torch.masked_select, (x, mask))
+    if back != max(ndim_of(x), ndim_of(mask)):
+        raise refuse(torch.masked_select, (x, mask), None, "the sharded dim must be the first")
     with native():
-        local = torch.masked_select(x, mask)
-    sizes = x._sharding.domain.share(len(local))
-    return wrap(local, Sharding(x._sharding.domain, sizes), 0)
+        local = torch.masked_select(*given)
+    domain = first._sharding.domain
+    return wrap(local, Sharding(domain, domain.share(len(local))), 0)
 
 
 def narrow(x: ShardTensor, dim: int, start: int, length: int) -> ShardTensor:
@@ -259,6 +265,7 @@ def setitem(x: Any, index: Any, value: Any) -> None:
             x[masked] = _one_number(x, value)
         return
     items, row = _per_dim(x, items)
+    _check_value(x, items, value)
     if type(value) is ShardTensor and _is_mask(items[row]) and items[row].dim() == 1:
         ndim = ndim_of(x) - sum(isinstance(i, int) for i in items)
         items[row] = _mask_for(x, _owned_part(items[row], x), value, ndim)
@@ -266,6 +273,25 @@ def setitem(x: Any, index: Any, value: Any) -> None:
         items[row], value = _local_target(x, items[row], value)
     with native():
         x[tuple(items)] = value
+
+
+def _check_value(x: ShardTensor, items: list[Any], value: Any) -> None:
+    """Check the shape of a value, by global shapes so that all ranks raise.
+
+    Raises:
+        RuntimeError: the value does not broadcast to what numbers and slices select.
+    """
+    simple = all(i is None or isinstance(i, (int, slice)) for i in items)
+    if not simple or not isinstance(value, Tensor):
+        return
+    target = tuple(torch.empty(x.shape, device="meta")[tuple(items)].shape)
+    given = tuple(value.shape)
+    extra = max(0, len(given) - len(target))
+    pairs = zip(reversed(given[extra:]), reversed(target), strict=False)
+    if any(n != 1 for n in given[:extra]) or any(n not in (1, m) for n, m in pairs):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {given} cannot be broadcast to {target}"
+        )
 
 
 def _mask_for(x: ShardTensor, mask: Tensor, value: ShardTensor, ndim: int) -> Tensor:

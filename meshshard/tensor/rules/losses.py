@@ -18,7 +18,8 @@ from meshshard.tensor.align import (
     ndim_of,
     require_same_sharding,
 )
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, refuse, wrap
+from meshshard.tensor.shard_tensor import Rule, ShardTensor, refuse, sharded_in, wrap
+from meshshard.tensor.tokens import accumulation_dtype
 
 
 def _elementwise(func: Callable[..., Any]) -> Rule:
@@ -28,6 +29,8 @@ def _elementwise(func: Callable[..., Any]) -> Rule:
     def _rule(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         reduction = _pop_reduction(given)
+        if func is F.gaussian_nll_loss:
+            given["var"] = _variances(given["input"], given["var"])
         tensors = [n for n, v in given.items() if isinstance(v, Tensor)]
         parts, first, back = align_broadcast(func, [given[n] for n in tensors])
         with native():
@@ -40,6 +43,12 @@ def _elementwise(func: Callable[..., Any]) -> Rule:
         return _reduced(terms, reduction)
 
     return _rule
+
+
+def _variances(x: Tensor, var: Any) -> Any:
+    """One variance for each row gets a dim of features, as in torch."""
+    one_a_row = isinstance(var, Tensor) and var.shape == x.shape[:-1]
+    return var.unsqueeze(-1) if one_a_row else var
 
 
 def _pop_reduction(given: dict[str, Any]) -> str:
@@ -67,20 +76,28 @@ def _rowwise(func: Callable[..., Any]) -> Rule:
         given = dict(zip(names, args, strict=False)) | kwargs
         reduction = _pop_reduction(given)
         first = require_same_sharding(func, list(given.values()))
-        if first._dim != 0 or ndim_of(first) < 2:
+        found = sharded_in(given.values())
+        if any(x._dim for x in found) or ndim_of(given[names[0]]) < 2:
             why = "the sharded dim must be the first of two or more"
             raise refuse(func, list(given.values()), None, why)
-        parts = {
-            n: narrow_to_owned(v, first._sharding, 0)
-            if isinstance(v, Tensor) and type(v) is not ShardTensor and n != "weight"
-            else v
-            for n, v in given.items()
-        }
+        parts = {n: _owned_terms(func, n, v, first) for n, v in given.items()}
         with native():
             terms = func(**parts, reduction="none")
         return _reduced(wrap(terms, first._sharding, 0), reduction)
 
     return _rule
+
+
+def _owned_terms(func: Any, name: str, value: Any, first: ShardTensor) -> Any:
+    """Owned rows of a plain argument of all rows; a weight of classes as it is."""
+    if not isinstance(value, Tensor) or type(value) is ShardTensor:
+        return value
+    if name == "weight" and (value.ndim < 2 or len(value) == 1):
+        return value
+    rows, total = len(value), first._sharding.total
+    if rows != total:
+        raise refuse(func, (first,), None, f"{name} has {rows} rows, expected {total}")
+    return narrow_to_owned(value, first._sharding, 0)
 
 
 _l1_loss = _elementwise(F.l1_loss)
@@ -113,7 +130,10 @@ def _classes(func: Callable[..., Any]) -> Rule:
         terms = wrap(terms, first._sharding, dim - (dim > 1))
         if reduction != "mean" or weights is None:
             return _reduced(terms, reduction)
-        return terms.sum() / first._sharding.domain.all_reduce(weights.sum())
+        with native():
+            dtype, local = terms.dtype, terms.sum(dtype=accumulation_dtype(terms.dtype))
+        domain = first._sharding.domain
+        return (domain.all_reduce(local) / domain.all_reduce(weights.sum())).to(dtype)
 
     return _rule
 
@@ -125,9 +145,17 @@ def _owned_classes(
     sharding, dim = first._sharding, first._dim
     if type(x) is not ShardTensor:
         dim += dim > 0  # class indices have no dim of classes
+    at = dim - (dim > 1 and indices)
+    shape = list(x.shape)
+    del shape[1 : 1 + indices]
+    fits = all(s._dim == d for s, d in ((x, dim), (target, at)) if type(s) is ShardTensor)
+    if not fits or list(target.shape) != shape:
+        why = f"expected a target of shape {tuple(shape)}, sharded along dim {at} or plain"
+        raise refuse("cross_entropy or nll_loss", (x, target), None, why)
+    if type(x) is not ShardTensor:
         x = narrow_to_owned(x, sharding, dim)
     if type(target) is not ShardTensor:
-        target = narrow_to_owned(target, sharding, dim - (dim > 1 and indices))
+        target = narrow_to_owned(target, sharding, at)
     return x, target, dim
 
 

@@ -18,6 +18,7 @@ from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse
 ALL_PAIRS = (
     "it multiplies all pairs of rows: use F.scaled_dot_product_attention if a softmax follows"
 )
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LETTERS = "abcdefghijlopqrstuvwxyz"  # batch dims; k is contracted, m and n are rows and columns
 
 
@@ -135,12 +136,20 @@ def _labeled(func: Callable[..., Any], left: str, right: str, out: str) -> Rule:
 
 
 def _added(product: Callable[..., Any]) -> Rule:
-    """The rule of addmm and the like: beta * x + alpha * product(a, b)."""
+    """The rule of addmm and the like: beta * x + alpha * product(a, b); NaN of x count if beta."""
 
     def _rule(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-        return beta * x + alpha * product(a, b)
+        if x.dtype in INTEGERS:  # torch truncates
+            beta, alpha = int(beta), int(alpha)
+        scaled = beta * x if beta else _zeros(x)
+        return scaled + alpha * product(a, b)
 
     return _rule
+
+
+def _zeros(x: Any) -> Any:
+    """Zeros in place of all elements, which get the gradient 0."""
+    return x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0)
 
 
 def outer(a: Tensor, b: Tensor) -> Any:

@@ -13,8 +13,17 @@ from torch import Tensor
 
 from meshshard.tensor.align import global_shape, ndim_of
 from meshshard.tensor.rules.table import named
-from meshshard.tensor.shard_tensor import Rule, Sharded, apply_local, refuse
+from meshshard.tensor.shard_tensor import (
+    Rule,
+    Sharded,
+    ShardTensor,
+    apply_local,
+    refuse,
+    sharded_in,
+)
 from meshshard.tensor.tokens import accumulation_dtype
+
+broadcast_shapes: Any = torch.broadcast_shapes
 
 
 def layer_norm(
@@ -22,6 +31,7 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     """LayerNorm: row-wise, unless the sharded dim is normalized over."""
+    _check_weights(F.layer_norm, x, normalized_shape, (weight, bias))
     dims = _last(x, len(normalized_shape))
     if x._dim not in dims:
         return apply_local(F.layer_norm, x, (normalized_shape, weight, bias, eps))
@@ -32,11 +42,28 @@ def rms_norm(
     x: Sharded, normalized_shape: Sequence[int], weight: Any = None, eps: Any = None
 ) -> Any:
     """RMSNorm: as LayerNorm, without the mean."""
+    _check_weights(F.rms_norm, x, normalized_shape, (weight,))
     dims = _last(x, len(normalized_shape))
     if x._dim not in dims:
         return apply_local(F.rms_norm, x, (normalized_shape, weight, eps))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     return _scaled(x * torch.rsqrt((x * x).mean(dims, keepdim=True) + eps), weight, None)
+
+
+def _check_weights(func: Any, x: Any, shape: Sequence[int], weights: tuple[Any, ...]) -> None:
+    """Check shapes and shardings on all ranks alike.
+
+    Raises:
+        NoShardRule: only weights are sharded, or weights of plain features are.
+        RuntimeError: a shape does not fit, as in torch.
+    """
+    given = [w for w in weights if w is not None]
+    if type(x) is not ShardTensor or (sharded_in(given) and x._dim not in _last(x, len(shape))):
+        raise refuse(func, (x, *given), None, "expected sharded rows and plain weights")
+    wanted = tuple(shape)
+    if any(tuple(s) != wanted for s in (x.shape[-len(wanted) :], *(w.shape for w in given))):
+        shapes = [tuple(w.shape) for w in (x, *given)]
+        raise RuntimeError(f"normalized_shape {wanted} does not fit tensors of shapes {shapes}")
 
 
 def batch_norm(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +129,9 @@ def normalize(x: Sharded, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out:
 
 
 def cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
-    """F.cosine_similarity of vectors."""
+    """F.cosine_similarity of vectors along a dim of the broadcast shape."""
+    shape = broadcast_shapes(x.shape, y.shape)
+    x, y = (v if v.shape == shape else v.expand(shape) for v in (x, y))
     length = [torch.linalg.vector_norm(v, 2, dim, keepdim=True).clamp_min(eps) for v in (x, y)]
     return ((x / length[0]) * (y / length[1])).sum(dim)
 

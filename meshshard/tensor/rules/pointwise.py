@@ -26,7 +26,7 @@ NOT_TENSORS = "equal frexp"  # tagged, but the result is a bool, a tuple
 ARITHMETIC = "add sub mul div truediv floordiv mod pow and or xor lshift rshift"
 COMPARISONS = "eq ne lt le gt ge neg abs invert pos"
 CONVERSIONS = """
-clone contiguous detach_ to type type_as float double half bfloat16 int long short bool char byte
+clone detach_ to type type_as float double half bfloat16 int long short bool char byte
 cpu cuda zero_
 """
 
@@ -85,9 +85,6 @@ def _is_aligned(x: ShardTensor, y: Any) -> bool:
 
 
 def _broadcast(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    into = kwargs.get("out")
-    if into is not None and type(into) is not ShardTensor:
-        raise refuse(func, args, kwargs, "out= is a plain tensor; assign the result instead")
     names = [n for n, v in kwargs.items() if isinstance(v, Tensor)]
     aligned, first, back = align_broadcast(func, [*args, *(kwargs[n] for n in names)])
     kwargs |= dict(zip(names, aligned[len(args) :], strict=True))
@@ -96,7 +93,7 @@ def _broadcast(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
         raise refuse(func, args, kwargs, why)
     with native():
         out = func(*aligned[: len(args)], **kwargs)
-        if out is into or any(out is a for a in args):
+        if any(out is a for a in args):
             return out
         dim = out.ndim - back
     return wrap(out, first._sharding, dim)
@@ -111,7 +108,8 @@ def _is_in_place(func: Any) -> bool:
 
 def prelu(x: Any, weight: Tensor) -> ShardTensor:
     """PReLU: one slope for all, or one for each channel of dim 1."""
-    if type(x) is not ShardTensor or (x._dim == 1 and weight.numel() != 1):
+    sharded = type(x) is not ShardTensor or type(weight) is ShardTensor
+    if sharded or (x._dim == 1 and weight.numel() != 1):
         raise refuse(torch.prelu, (x, weight), None, "the channels or the slopes are sharded")
     return apply_local(torch.prelu, x, (weight,))
 

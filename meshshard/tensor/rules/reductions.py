@@ -237,8 +237,10 @@ def var(
 
 
 def std(x: Sharded, *args: Any, **kwargs: Any) -> Any:
-    """Square root of the variance."""
-    return torch.sqrt(var(x, *args, **kwargs))
+    """Square root of the variance; its gradient is 0 where the variance is, as in torch."""
+    variance = var(x, *args, **kwargs)
+    constant = variance == 0
+    return variance.masked_fill(constant, 1).sqrt().masked_fill(constant, 0)
 
 
 def _and_mean(func: Callable[..., Any]) -> Rule:
@@ -295,6 +297,8 @@ def logsumexp(x: Sharded, dim: Dims, keepdim: bool = False) -> Any:
     dims = _dims(x, dim)
     if x._dim not in dims:
         return _local(torch.logsumexp, x, dims, keepdim)
+    if not x.is_floating_point() and not x.is_complex():
+        x = x.to(torch.get_default_dtype())
     top = _finite_max(x, dims)
     out = torch.log(total(torch.exp(x - top), dims, True)) + top
     return out if keepdim else out.squeeze(dims)

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import ndim_of
+from meshshard.tensor.align import align_broadcast, ndim_of
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, normalize_dim, refuse, wrap
 
@@ -42,6 +42,9 @@ def _along(func: Callable[..., Any]) -> Rule:
         dim = normalize_dim(dim, ndim)
         if dim == x._dim:
             raise refuse(func, (x,), kwargs, "along the sharded dim it couples all rows")
+        if func.__name__ == "diff":
+            args = tuple(_owned_ends(x, a) for a in args)
+            kwargs = {n: _owned_ends(x, a) for n, a in kwargs.items()}
         with native():
             out = func(x, *args, **kwargs)
             many = not isinstance(out, Tensor)
@@ -52,6 +55,16 @@ def _along(func: Callable[..., Any]) -> Rule:
         return type(out)(tuple(wrap(o, x._sharding, at_dim) for o in out))
 
     return _rule
+
+
+def _owned_ends(x: ShardTensor, value: Any) -> Any:
+    """Owned rows of what diff prepends or appends."""
+    if not isinstance(value, Tensor):
+        return value
+    (_, owned), _, _ = align_broadcast(torch.diff, (x, value))
+    if ndim_of(value) != ndim_of(x) or value.shape[x._dim] != x._sharding.total:
+        raise refuse(torch.diff, (x, value), None, "prepend and append must have all rows")
+    return owned
 
 
 ALONG = """

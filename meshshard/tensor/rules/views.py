@@ -13,7 +13,13 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.tensor._torch_private import called_by_dtensor, native
-from meshshard.tensor.align import global_shape, narrow_to_owned, ndim_of, require_same_sharding
+from meshshard.tensor.align import (
+    global_shape,
+    local_shape,
+    narrow_to_owned,
+    ndim_of,
+    require_same_sharding,
+)
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -80,7 +86,45 @@ def _reshaped(x: ShardTensor, wanted: list[int]) -> ShardTensor:
     dim, sharding = _row_dim(x, wanted)
     local = [sharding.own if d == dim else n for d, n in enumerate(wanted)]
     with native():
-        return wrap(x.reshape(local), sharding, dim)
+        out = x.reshape(local)
+        if x._sharding.own == 1 and _share_memory(out, x) and not _is_view(x, local, dim):
+            out = out.clone()
+        return wrap(out, sharding, dim)
+
+
+def _is_view(x: ShardTensor, shape: Sequence[int], dim: int) -> bool:
+    """Whether a reshape of several rows is a view; that of one row may be one on this rank only."""
+    try:
+        _two_rows(x).view([2 * n if d == dim else n for d, n in enumerate(shape)])
+    except RuntimeError:
+        return False
+    return True
+
+
+def _two_rows(x: ShardTensor) -> Tensor:
+    """A tensor without data of two rows with the strides of `x`."""
+    rows = [2 if d == x._dim else n for d, n in enumerate(local_shape(x))]
+    with native():
+        return torch.empty_strided(rows, x.stride(), device="meta")
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
+def is_contiguous(x: ShardTensor, **options: Any) -> bool:
+    """As that of the local rows; one row or none count as several of their strides."""
+    with native():
+        rows = x if x._sharding.own > 1 else _two_rows(x)
+        return rows.is_contiguous(**options)
+
+
+def contiguous(x: ShardTensor, **options: Any) -> ShardTensor:
+    """The tensor if it is contiguous, else a copy; identically on every rank."""
+    if is_contiguous(x, **options):
+        return x
+    options.setdefault("memory_format", torch.contiguous_format)
+    return apply_local(Tensor.clone, x, (), options)
 
 
 def _row_dim(x: ShardTensor, wanted: list[int]) -> tuple[int, Sharding]:
@@ -195,14 +239,29 @@ def _along_other_dims(func: Callable[..., Any], at: int = 1, name: str = "dims")
 def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Any:
     """torch.cat: along other dims row by row, along the sharded dim in the order given."""
     dim = kwargs.get("axis", dim)
+    tensors = [x for x in tensors if _shape_of(x) != (0,)] or tensors  # torch ignores them
+    if not sharded_in(tensors):
+        return torch.cat(tuple(tensors), dim)
     first = sharded_in(tensors)[0]
     dim = normalize_dim(dim, ndim_of(first))
+    _require_same_shape(tensors, dim)
     if dim == first._dim:
         return _cat_rows(tensors, dim)
     require_same_sharding(torch.cat, tensors)
     parts = [_owned_part(x, first) for x in tensors]
     with native():
         return wrap(torch.cat(parts, dim), first._sharding, first._dim)
+
+
+def _require_same_shape(tensors: Sequence[Tensor], dim: int) -> None:
+    """Check the global shapes, so that all ranks raise.
+
+    Raises:
+        RuntimeError: the shapes differ in another dim than `dim`, as in torch.
+    """
+    shapes = [tuple(_shape_of(x)) for x in tensors]
+    if len({(len(s), *s[:dim], *s[dim + 1 :]) for s in shapes}) > 1:
+        raise RuntimeError(f"cat: expected the same shape except in dim {dim}, got {shapes}")
 
 
 def _owned_part(x: Tensor, first: ShardTensor) -> Tensor:
@@ -292,7 +351,10 @@ def _pieces(x: ShardTensor, sizes: Sequence[int], dim: int) -> tuple[Any, ...]:
 def chunk(x: ShardTensor, chunks: int, dim: int = 0) -> tuple[Any, ...]:
     """torch.chunk."""
     dim = normalize_dim(dim, ndim_of(x))
-    return split(x, max(1, -(-global_shape(x)[dim] // chunks)), dim)
+    rows = global_shape(x)[dim]
+    if not rows:
+        return _pieces(x, [0] * chunks, dim)
+    return split(x, -(-rows // chunks), dim)
 
 
 def tensor_split(x: ShardTensor, parts: Any, dim: int = 0) -> tuple[Any, ...]:
@@ -323,7 +385,12 @@ def pad(x: ShardTensor, pad: Sequence[int], mode: str = "constant", value: Any =
         raise refuse(F.pad, (x,), None, "it pads the sharded dim")
     if mode != "constant" and x._dim >= ndim_of(x) - len(pad) // 2:
         raise refuse(F.pad, (x,), None, f"mode {mode!r} reads the sharded dim")
-    return apply_local(F.pad, x, (pad, mode, value))
+    if x._sharding.own:
+        return apply_local(F.pad, x, (pad, mode, value))
+    with native():  # torch refuses to pad no rows in other modes: pad one, and drop it
+        shape = [1 if d == x._dim else n for d, n in enumerate(x.shape)]
+        one = torch.cat([x, x.new_zeros(shape)], x._dim)
+        return wrap(F.pad(one, pad, mode, value).narrow(x._dim, 0, 0), x._sharding, x._dim)
 
 
 def _triangle(func: Callable[..., Any]) -> Rule:
@@ -342,6 +409,7 @@ RULES: dict[Any, Rule] = {
     **{f: _moving(f) for f in functions_named(MOVING)},
     **{f: _moving(f) for f in (getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH"))},
     **named({
+        "contiguous": contiguous, "is_contiguous": is_contiguous,
         "reshape view": reshape, "reshape_as view_as": view_as,
         "flatten ravel": flatten, "unflatten": unflatten,
         "squeeze": squeeze, "unsqueeze": unsqueeze,
