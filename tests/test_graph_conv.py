@@ -409,6 +409,40 @@ def test_arguments_and_results_without_a_row_per_node_are_refused():
         convert(pyg.APPNP(2, 0.1, dropout=0.5))(x, graph)
 
 
+class TwoGraphs(MessagePassing):
+    """A user's, on two graphs."""
+
+    def forward(self, x, near, far=None):
+        return self.propagate(near, x=x) + 2 * self.propagate(near if far is None else far, x=x)
+
+
+def several_graphs_job():
+    """Every graph but the first would be ignored: all ranks refuse, and so does one."""
+    domain = init_domain()
+    _, near, x, _ = sample(domain, directed=True)
+    edges, far, *_ = sample(domain, directed=False)
+    x, serial = own(x, near.nodes), x
+    for conv, graphs in [
+        (pyg.SignedConv(C, C, True), (near, far)),
+        (TwoGraphs(), (near, far)),
+        (TwoGraphs(), ([near, near],)),
+        (pyg.SAGEConv(C, C), ([near, far],)),
+    ]:
+        why = "list of graphs" if isinstance(graphs[0], list) else "2 graphs"
+        with pytest.raises(NoShardRule, match=f"{type(conv).__name__} .*{why}"):
+            convert(conv.double())(x, *graphs)
+    with pytest.raises(NoShardRule, match="2 graphs"):
+        convert(TwoGraphs())(x, near, far=far)
+    same = convert(TwoGraphs())(x, far, far).detach().gather()
+    return farthest(same, TwoGraphs()(serial, edges, edges))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_several_graphs_in_one_call_are_refused(ranks, size):
+    found = [several_graphs_job()] if size == 1 else ranks[size].run(several_graphs_job)
+    assert max(found) < 1e-12
+
+
 def test_hops_apply_to_convolutions_without_a_row_in_the_table():
     assert convert(pyg.TAGConv(C, C), hops=1)._meshshard_hops == 2
     assert convert(pyg.GCNConv(C, C, normalize=False))._meshshard_hops == 1

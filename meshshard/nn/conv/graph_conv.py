@@ -8,7 +8,7 @@ unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -57,7 +57,7 @@ def on_shards(cls: type[Any]) -> type[Any]:
     class OnShards(cls):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             """Run on the shard of a ShardGraph; without one, as the class does."""
-            if not any(isinstance(a, ShardGraph) for a in (*args, *kwargs.values())):
+            if not _graphs_in((*args, *kwargs.values())):
                 return super().forward(*args, **kwargs)
             return _run(self, super().forward, args, kwargs)
 
@@ -116,8 +116,8 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
     """The result of a convolution at the owned nodes of a ShardGraph."""
     names = list(signature(forward).parameters)
     arguments = dict(zip(names, args, strict=False)) | kwargs
-    graph = next(a for a in arguments.values() if isinstance(a, ShardGraph))
     name, row = type(conv).__name__, pyg_class(conv)
+    graph = _only_graph((*args, *kwargs.values()), name)
     plain = not sharded_in(arguments.values())
     if plain and graph.domain.size > 1:
         raise MeshshardError(
@@ -144,6 +144,35 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
 
 
 not_compiled(_run)  # compiled models break their graph here: exchanges and hooks run uncompiled
+
+
+def _graphs_in(arguments: Iterable[Any]) -> list[ShardGraph]:
+    """Every graph among arguments, one level of lists and dicts deep."""
+    found = []
+    for a in arguments:
+        each = a.values() if isinstance(a, dict) else a if isinstance(a, (list, tuple)) else (a,)
+        found += [b for b in each if isinstance(b, ShardGraph)]
+    return found
+
+
+def _only_graph(arguments: Sequence[Any], name: str) -> ShardGraph:
+    """The graph of a call.
+
+    Raises:
+        NoShardRule: there are several, or it is in a list or a dict; on every rank.
+    """
+    direct = [a for a in arguments if isinstance(a, ShardGraph)]
+    found = _graphs_in(arguments)
+    if len(found) > len(direct):
+        why = "it got a list of graphs, as Batch.from_data_list makes; call it once for each graph"
+        raise refuse(name, (), None, why)
+    if len({id(graph) for graph in found}) > 1:
+        why = (
+            f"it got {len(found)} graphs, but halo rows are exchanged for one; use one convolution "
+            "for each graph and combine their results"
+        )
+        raise refuse(name, (), None, why)
+    return found[0]
 
 
 def _local(name: str, a: Any, subgraph: HaloSubgraph, conv: str) -> Any:
