@@ -257,6 +257,42 @@ def test_bipartite_graphs(ranks, size):
     assert ranks[size].run(bipartite_job) == [{}] * size
 
 
+def bipartite_loops_job():
+    """Loops are added by row number: refused; with loops in the graph, it is exact."""
+    domain = init_domain()
+    nodes = Sharding(domain, convs.SIZES[domain.size])
+    sources = Sharding(domain, [n // 2 for n in reversed(nodes.sizes)])
+    n, generator = sources.total, torch.Generator().manual_seed(2)
+    edges = torch.stack([torch.randint(m, (90,), generator=generator) for m in (n, nodes.total)])
+    x, y = (
+        torch.randn(m, C, generator=generator, dtype=torch.float64) for m in (n, nodes.total)
+    )
+    apart = edges[:, edges[0] != edges[1]]
+    looped = torch.cat([apart, torch.arange(n).expand(2, n)], 1)
+    pair = own(x, sources), own(y, nodes)
+    far = []
+    for make, positions in [
+        (lambda **k: pyg.GATConv((C, C), C, **k), False),
+        (lambda **k: pyg.GATv2Conv((C, C), C, **k), False),
+        (lambda **k: pyg.PointTransformerConv((C, C), C, nn.Linear(C, C), **k), True),
+        (lambda **k: pyg.PointNetConv(nn.Linear(2 * C, C), **k), True),
+    ]:
+        conv, given = make().double(), (pair, pair) if positions else (pair,)
+        with pytest.raises(NoShardRule, match=f"{type(conv).__name__}.*add_self_loops=False"):
+            convert(copy.deepcopy(conv))(*given, ShardGraph.from_edge_index(edges, nodes, sources))
+        ours = convert(make(add_self_loops=False).double())
+        ours.load_state_dict(conv.state_dict())
+        got = ours(*given, ShardGraph.from_edge_index(looped, nodes, sources)).detach().gather()
+        far.append(farthest(got, conv(*[(x, y)] * len(given), edges).detach()))
+    return max(far)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_self_loops_of_bipartite_graphs_are_refused(ranks, size):
+    found = [bipartite_loops_job()] if size == 1 else ranks[size].run(bipartite_loops_job)
+    assert max(found) < 1e-10
+
+
 REDUCTIONS = "sum", "mean", "max"
 BITWISE = {"SimpleConv", *REDUCTIONS}
 

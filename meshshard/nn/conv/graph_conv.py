@@ -118,6 +118,7 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
     arguments = dict(zip(names, args, strict=False)) | kwargs
     name, row = type(conv).__name__, pyg_class(conv)
     graph = _only_graph((*args, *kwargs.values()), name)
+    _require_no_bipartite_loops(conv, graph, name)
     plain = not sharded_in(arguments.values())
     if plain and graph.domain.size > 1:
         raise MeshshardError(
@@ -173,6 +174,17 @@ def _only_graph(arguments: Sequence[Any], name: str) -> ShardGraph:
         )
         raise refuse(name, (), None, why)
     return found[0]
+
+
+def _require_no_bipartite_loops(conv: Any, graph: ShardGraph, name: str) -> None:
+    """Refuse self-loops from row i of the sources to row i of the nodes: ranks may differ."""
+    if is_bipartite(graph) and getattr(conv, "add_self_loops", None) is True:
+        why = (
+            "in a bipartite graph it adds loops between rows of the same number, which different "
+            "ranks may own; pass add_self_loops=False and, if you want these loops, add them before "
+            "ShardGraph.from_edge_index"
+        )
+        raise refuse(f"{name}(add_self_loops=True)", (), None, why)
 
 
 def _local(name: str, a: Any, subgraph: HaloSubgraph, conv: str) -> Any:
