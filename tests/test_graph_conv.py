@@ -257,6 +257,40 @@ def test_bipartite_graphs(ranks, size):
     assert ranks[size].run(bipartite_job) == [{}] * size
 
 
+def sources_only_job():
+    """(x, None): nodes without rows, of which a rank has more than of the sources."""
+    domain = init_domain()
+    nodes = Sharding(domain, convs.SIZES[domain.size])
+    sources = Sharding(domain, [1 + n // 9 for n in nodes.sizes])
+    generator = torch.Generator().manual_seed(2)
+    edges = torch.stack([
+        torch.randint(n, (90,), generator=generator) for n in (sources.total, nodes.total)
+    ])  # fmt: skip
+    graph = ShardGraph.from_edge_index(edges, nodes, sources)
+    x = torch.randn(sources.total, 5, generator=generator, dtype=torch.float64)
+    wrong = {}
+    for kind in (pyg.SAGEConv, pyg.GraphConv):
+        for aggr in ("mean", "add", "max"):
+            conv = kind((5, C), C, aggr=aggr).double()
+            ours, a, b = convert(copy.deepcopy(conv)), x.clone().requires_grad_(), own(x, sources)
+            out = conv((a, None), edges, size=(sources.total, nodes.total))
+            out.square().sum().backward()
+            got = ours((b, None), graph)
+            got.square().sum().backward()
+            domain.average_gradients(ours)
+            found = [farthest(got.detach().gather(), out.detach())]
+            found.append(farthest(b.grad.gather(), a.grad))
+            pairs = zip(ours.parameters(), conv.parameters(), strict=True)
+            found += [farthest(p.grad, q.grad) for p, q in pairs]
+            wrong |= {(kind.__name__, aggr): found} if max(found) > 1e-10 else {}
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_bipartite_graphs_whose_nodes_have_no_rows(ranks, size):
+    assert ranks[size].run(sources_only_job) == [{}] * size
+
+
 def bipartite_loops_job():
     """Loops are added by row number: refused; with loops in the graph, it is exact."""
     domain = init_domain()
