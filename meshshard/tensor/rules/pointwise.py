@@ -96,8 +96,8 @@ def _broadcast(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
         raise refuse(func, args, kwargs, why)
     with native():
         out = func(*aligned[: len(args)], **kwargs)
-        if out is into or any(out is a for a in args):
-            return out
+        if out is into or out is NotImplemented or any(out is a for a in args):
+            return out  # NotImplemented: Python then compares by identity, as in x == None
         dim = out.ndim - back
     return wrap(out, first._sharding, dim)
 
