@@ -291,6 +291,26 @@ def test_bipartite_graphs_whose_nodes_have_no_rows(ranks, size):
     assert ranks[size].run(sources_only_job) == [{}] * size
 
 
+def size_job():
+    """PyG's argument `size` is the numbers of all sources and nodes."""
+    domain = init_domain()
+    edges, graph, x, _ = sample(domain, directed=True)
+    far = []
+    for conv in (pyg.SAGEConv(C, C), pyg.SAGEConv(C, C, aggr="std"), pyg.GATConv(C, C)):
+        ours = convert(copy.deepcopy(conv.double()))
+        want = conv(x, edges, size=(60, 60)).detach()
+        got = ours(own(x, graph.nodes), graph, size=(60, 60)).detach().gather()
+        far.append(farthest(got, want))
+        with pytest.raises(MeshshardError, match=r"expected size \(60, 60\).* got \(60, 9\)"):
+            ours(own(x, graph.nodes), graph, size=(60, 9))
+    return max(far)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_size_of_a_call_is_that_of_the_whole_graph(ranks, size):
+    assert max([size_job()] if size == 1 else ranks[size].run(size_job)) < 1e-12
+
+
 def bipartite_loops_job():
     """Loops are added by row number: refused; with loops in the graph, it is exact."""
     domain = init_domain()

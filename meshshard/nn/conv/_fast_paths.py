@@ -34,7 +34,8 @@ REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean", "max": "max"}
 
 def run_fast_path(path: FastPath, conv: Any, arguments: dict[str, Any], graph: ShardGraph) -> Any:
     """The result of a fast path, or None where it does not cover the arguments."""
-    others = [a for name, a in arguments.items() if name != "x" and not isinstance(a, ShardGraph)]
+    known = {name for name, a in arguments.items() if isinstance(a, ShardGraph)} | {"x", "size"}
+    others = (a for name, a in arguments.items() if name not in known)
     if conv.node_dim != -2 or conv.explain or any(a is not None for a in others):
         return None
     x = arguments["x"]

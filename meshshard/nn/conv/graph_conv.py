@@ -119,6 +119,9 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
     name, row = type(conv).__name__, pyg_class(conv)
     graph = _only_graph((*args, *kwargs.values()), name)
     _require_no_bipartite_loops(conv, graph, name)
+    has_size = isinstance(arguments.get("size"), (tuple, list))
+    if has_size:
+        _require_size_of(graph, arguments["size"], name)
     plain = not sharded_in(arguments.values())
     if plain and graph.domain.size > 1:
         raise MeshshardError(
@@ -132,7 +135,8 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
 
     def run_on(subgraph: HaloSubgraph) -> Any:
         local = {n: _local(n, a, subgraph, name) for n, a in arguments.items()}
-        if is_bipartite(graph) and "size" in names and local.get("size") is None:
+        unknown = "size" in names and local.get("size") is None
+        if has_size or (unknown and is_bipartite(graph)):
             local["size"] = (subgraph.n_rows, subgraph.n_destinations)
         with ConvContext(subgraph, name, RULES, row is not None and row.max_over_edges):
             return _owned(forward(**local), subgraph, plain, name)
@@ -185,6 +189,15 @@ def _require_no_bipartite_loops(conv: Any, graph: ShardGraph, name: str) -> None
             "ShardGraph.from_edge_index"
         )
         raise refuse(f"{name}(add_self_loops=True)", (), None, why)
+
+
+def _require_size_of(graph: ShardGraph, size: Any, name: str) -> None:
+    expected = graph.sources.total, graph.nodes.total
+    if any(n not in (None, m) for n, m in zip(size, expected, strict=True)):
+        raise MeshshardError(
+            f"{name}: expected size {expected}, all sources and nodes of the graph, got "
+            f"{tuple(size)}"
+        )
 
 
 def _local(name: str, a: Any, subgraph: HaloSubgraph, conv: str) -> Any:
