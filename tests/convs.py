@@ -32,6 +32,7 @@ def _pna():
 
 PLAIN = {
     "GCNConv": lambda: pyg.GCNConv(C, C),
+    "GCNConv improved": lambda: pyg.GCNConv(C, C, improved=True),
     "GCNConv bare": lambda: pyg.GCNConv(C, C, normalize=False),
     "SAGEConv mean": lambda: pyg.SAGEConv(C, C),
     "SAGEConv max": lambda: pyg.SAGEConv(C, C, aggr="max"),
@@ -86,6 +87,7 @@ WITH_EDGES = {
 }
 WEIGHTED = {
     "GCNConv": lambda: pyg.GCNConv(C, C),
+    "GCNConv improved": lambda: pyg.GCNConv(C, C, improved=True),
     "GraphConv": lambda: pyg.GraphConv(C, C),
     "ChebConv": lambda: pyg.ChebConv(C, C, 3),
     "TAGConv": lambda: pyg.TAGConv(C, C, 2),

@@ -257,6 +257,96 @@ def test_bipartite_graphs(ranks, size):
     assert ranks[size].run(bipartite_job) == [{}] * size
 
 
+def sources_only_job():
+    """(x, None): nodes without rows, of which a rank has more than of the sources."""
+    domain = init_domain()
+    nodes = Sharding(domain, convs.SIZES[domain.size])
+    sources = Sharding(domain, [1 + n // 9 for n in nodes.sizes])
+    generator = torch.Generator().manual_seed(2)
+    edges = torch.stack([
+        torch.randint(n, (90,), generator=generator) for n in (sources.total, nodes.total)
+    ])  # fmt: skip
+    graph = ShardGraph.from_edge_index(edges, nodes, sources)
+    x = torch.randn(sources.total, 5, generator=generator, dtype=torch.float64)
+    wrong = {}
+    for kind in (pyg.SAGEConv, pyg.GraphConv):
+        for aggr in ("mean", "add", "max"):
+            conv = kind((5, C), C, aggr=aggr).double()
+            ours, a, b = convert(copy.deepcopy(conv)), x.clone().requires_grad_(), own(x, sources)
+            out = conv((a, None), edges, size=(sources.total, nodes.total))
+            out.square().sum().backward()
+            got = ours((b, None), graph)
+            got.square().sum().backward()
+            domain.average_gradients(ours)
+            found = [farthest(got.detach().gather(), out.detach())]
+            found.append(farthest(b.grad.gather(), a.grad))
+            pairs = zip(ours.parameters(), conv.parameters(), strict=True)
+            found += [farthest(p.grad, q.grad) for p, q in pairs]
+            wrong |= {(kind.__name__, aggr): found} if max(found) > 1e-10 else {}
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_bipartite_graphs_whose_nodes_have_no_rows(ranks, size):
+    assert ranks[size].run(sources_only_job) == [{}] * size
+
+
+def size_job():
+    """PyG's argument `size` is the numbers of all sources and nodes."""
+    domain = init_domain()
+    edges, graph, x, _ = sample(domain, directed=True)
+    far = []
+    for conv in (pyg.SAGEConv(C, C), pyg.SAGEConv(C, C, aggr="std"), pyg.GATConv(C, C)):
+        ours = convert(copy.deepcopy(conv.double()))
+        want = conv(x, edges, size=(60, 60)).detach()
+        got = ours(own(x, graph.nodes), graph, size=(60, 60)).detach().gather()
+        far.append(farthest(got, want))
+        with pytest.raises(MeshshardError, match=r"expected size \(60, 60\).* got \(60, 9\)"):
+            ours(own(x, graph.nodes), graph, size=(60, 9))
+    return max(far)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_size_of_a_call_is_that_of_the_whole_graph(ranks, size):
+    assert max([size_job()] if size == 1 else ranks[size].run(size_job)) < 1e-12
+
+
+def bipartite_loops_job():
+    """Loops are added by row number: refused; with loops in the graph, it is exact."""
+    domain = init_domain()
+    nodes = Sharding(domain, convs.SIZES[domain.size])
+    sources = Sharding(domain, [n // 2 for n in reversed(nodes.sizes)])
+    n, generator = sources.total, torch.Generator().manual_seed(2)
+    edges = torch.stack([torch.randint(m, (90,), generator=generator) for m in (n, nodes.total)])
+    x, y = (
+        torch.randn(m, C, generator=generator, dtype=torch.float64) for m in (n, nodes.total)
+    )
+    apart = edges[:, edges[0] != edges[1]]
+    looped = torch.cat([apart, torch.arange(n).expand(2, n)], 1)
+    pair = own(x, sources), own(y, nodes)
+    far = []
+    for make, positions in [
+        (lambda **k: pyg.GATConv((C, C), C, **k), False),
+        (lambda **k: pyg.GATv2Conv((C, C), C, **k), False),
+        (lambda **k: pyg.PointTransformerConv((C, C), C, nn.Linear(C, C), **k), True),
+        (lambda **k: pyg.PointNetConv(nn.Linear(2 * C, C), **k), True),
+    ]:
+        conv, given = make().double(), (pair, pair) if positions else (pair,)
+        with pytest.raises(NoShardRule, match=f"{type(conv).__name__}.*add_self_loops=False"):
+            convert(copy.deepcopy(conv))(*given, ShardGraph.from_edge_index(edges, nodes, sources))
+        ours = convert(make(add_self_loops=False).double())
+        ours.load_state_dict(conv.state_dict())
+        got = ours(*given, ShardGraph.from_edge_index(looped, nodes, sources)).detach().gather()
+        far.append(farthest(got, conv(*[(x, y)] * len(given), edges).detach()))
+    return max(far)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_self_loops_of_bipartite_graphs_are_refused(ranks, size):
+    found = [bipartite_loops_job()] if size == 1 else ranks[size].run(bipartite_loops_job)
+    assert max(found) < 1e-10
+
+
 REDUCTIONS = "sum", "mean", "max"
 BITWISE = {"SimpleConv", *REDUCTIONS}
 
@@ -407,6 +497,40 @@ def test_arguments_and_results_without_a_row_per_node_are_refused():
         convert(pyg.SuperGATConv(C, C)).get_attention_loss()
     with pytest.raises(NoShardRule, match=r"dropout inside APPNP"):
         convert(pyg.APPNP(2, 0.1, dropout=0.5))(x, graph)
+
+
+class TwoGraphs(MessagePassing):
+    """A user's, on two graphs."""
+
+    def forward(self, x, near, far=None):
+        return self.propagate(near, x=x) + 2 * self.propagate(near if far is None else far, x=x)
+
+
+def several_graphs_job():
+    """Every graph but the first would be ignored: all ranks refuse, and so does one."""
+    domain = init_domain()
+    _, near, x, _ = sample(domain, directed=True)
+    edges, far, *_ = sample(domain, directed=False)
+    x, serial = own(x, near.nodes), x
+    for conv, graphs in [
+        (pyg.SignedConv(C, C, True), (near, far)),
+        (TwoGraphs(), (near, far)),
+        (TwoGraphs(), ([near, near],)),
+        (pyg.SAGEConv(C, C), ([near, far],)),
+    ]:
+        why = "list of graphs" if isinstance(graphs[0], list) else "2 graphs"
+        with pytest.raises(NoShardRule, match=f"{type(conv).__name__} .*{why}"):
+            convert(conv.double())(x, *graphs)
+    with pytest.raises(NoShardRule, match="2 graphs"):
+        convert(TwoGraphs())(x, near, far=far)
+    same = convert(TwoGraphs())(x, far, far).detach().gather()
+    return farthest(same, TwoGraphs()(serial, edges, edges))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_several_graphs_in_one_call_are_refused(ranks, size):
+    found = [several_graphs_job()] if size == 1 else ranks[size].run(several_graphs_job)
+    assert max(found) < 1e-12
 
 
 def test_hops_apply_to_convolutions_without_a_row_in_the_table():

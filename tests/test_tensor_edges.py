@@ -45,6 +45,14 @@ SAME = {
     "rows by a mask of numpy": (lambda x: x[np.arange(8) % 3 == 0], draw(8, 3)),
     "a row by a number of numpy": (lambda x: x[np.int64(5), np.int32(1)], draw(8, 3)),
     "vdot": (lambda x: torch.vdot(x, x * 1j), draw(8, dtype=torch.complex128)),
+    ".real": (lambda x: x.real, draw(8, 3, dtype=torch.complex128)),
+    ".imag": (lambda x: x.imag, draw(8, 3, dtype=torch.complex128)),
+    "torch.imag": (lambda x: torch.imag(x), draw(8, 3, dtype=torch.complex128)),
+    "view_as_real": (lambda x: torch.view_as_real(x), draw(8, 3, dtype=torch.complex128)),
+    "view_as_complex": (lambda x: torch.view_as_complex(x), draw(8, 3, 2)),
+    "torch.complex": (lambda x: torch.complex(x, x + 1), draw(8, 3)),
+    "torch.polar": (lambda x: torch.polar(x, x + 1), draw(8, 3)),
+    "one_hot": (lambda x: F.one_hot(x), torch.tensor([2, 1, 0, 0, 1, 0, 4, 1])),
     "var of complex numbers": (lambda x: x.var(0), draw(8, 3, dtype=torch.complex128)),
     "std of complex numbers": (lambda x: x.std(), draw(8, 3, dtype=torch.complex128)),
     "tensor_split from the end": (lambda x: x.tensor_split((-2,)), draw(8, 3)),
@@ -118,6 +126,16 @@ def small_dtypes_job():
 
 def test_small_dtypes_between_processes(ranks):
     ranks[2].run(small_dtypes_job)
+
+
+def test_comparisons_with_what_is_not_a_tensor():
+    x = shard(draw(8), init_domain(), (8,))
+    assert (x == None) is False  # noqa: E711
+    assert (None != x) is True  # noqa: E711
+    assert x not in [None, "a"]
+    assert x.__eq__("a") is NotImplemented
+    with pytest.raises(TypeError):
+        x < "a"  # noqa: B015
 
 
 def test_uniform_numbers_are_within_their_bounds():

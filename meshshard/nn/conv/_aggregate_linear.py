@@ -81,14 +81,15 @@ class _AggregateLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, root, z)
         ctx.op = op
-        own = x if z is None else z
+        own = None if root is None else x if z is None else z
         out = x.new_empty(op.rows_out, len(weight))
         tiles = op.tiles(x, "max") if isinstance(op, SegmentSum) else op.tiles(x)
         for where, rows in tiles:
+            target = None if own is None else own[where]
             if isinstance(where, slice):
-                _product(rows, weight, bias, root, own[where], out[where])
+                _product(rows, weight, bias, root, target, out[where])
             else:
-                out.index_copy_(0, where, _padded_product(rows, weight, bias, root, own[where]))
+                out.index_copy_(0, where, _padded_product(rows, weight, bias, root, target))
         return out
 
     @staticmethod
@@ -145,7 +146,7 @@ def _backward_of_max(
         yield where
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Any, root: Any, own: Tensor, out: Tensor) -> None:
+def _product(rows: Tensor, weight: Tensor, bias: Any, root: Any, own: Any, out: Tensor) -> None:
     if bias is None:
         torch.mm(rows, weight.t(), out=out)
     else:
@@ -154,10 +155,11 @@ def _product(rows: Tensor, weight: Tensor, bias: Any, root: Any, own: Tensor, ou
         out.addmm_(own, root.t())
 
 
-def _padded_product(rows: Tensor, weight: Tensor, bias: Any, root: Any, own: Tensor) -> Tensor:
+def _padded_product(rows: Tensor, weight: Tensor, bias: Any, root: Any, own: Any) -> Tensor:
     """The product of a few rows, rounded as among many."""
     n, padding = len(rows), max(0, MIN_ROWS - len(rows))
-    rows, own = (F.pad(a, (0, 0, 0, padding)) for a in (rows, own))
+    rows = F.pad(rows, (0, 0, 0, padding))
+    own = None if own is None else F.pad(own, (0, 0, 0, padding))
     out = rows.new_empty(len(rows), len(weight))
     _product(rows, weight, bias, root, own, out)
     return out[:n]

@@ -34,7 +34,8 @@ REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean", "max": "max"}
 
 def run_fast_path(path: FastPath, conv: Any, arguments: dict[str, Any], graph: ShardGraph) -> Any:
     """The result of a fast path, or None where it does not cover the arguments."""
-    others = [a for name, a in arguments.items() if name != "x" and not isinstance(a, ShardGraph)]
+    known = {name for name, a in arguments.items() if isinstance(a, ShardGraph)} | {"x", "size"}
+    others = (a for name, a in arguments.items() if name not in known)
     if conv.node_dim != -2 or conv.explain or any(a is not None for a in others):
         return None
     x = arguments["x"]
@@ -74,6 +75,8 @@ def gin(conv: Any, x: Any, target: Any, graph: ShardGraph) -> Any:
 def gcn(conv: Any, x: Any, target: Any, graph: ShardGraph) -> Any:
     """GCNConv (Kipf and Welling 2017)."""
     if conv.aggr not in ("add", "sum") or not conv.normalize or graph.sources is not graph.nodes:
+        return None
+    if conv.improved and conv.add_self_loops:  # what it means without weights depends on PyG
         return None
     out_channels, in_channels = conv.lin.weight.shape
     if _are_plain(x, conv.lin) and out_channels >= in_channels:
@@ -136,28 +139,23 @@ def _normalized_sum(x: Any, conv: Any, graph: ShardGraph) -> Any:
 
 
 def _normalized_adjacency(conv: Any, graph: ShardGraph, dtype: torch.dtype) -> NeighborSum:
-    loop = 0.0 if not conv.add_self_loops else 2.0 if getattr(conv, "improved", False) else 1.0
-    key = "normalized adjacency", loop, dtype
-    return cached_on(graph, key, lambda: _make_normalized_adjacency(graph, loop, dtype))
+    loops = bool(conv.add_self_loops)
+    key = "normalized adjacency", loops, dtype
+    return cached_on(graph, key, lambda: _make_normalized_adjacency(graph, loops, dtype))
 
 
-def _make_normalized_adjacency(graph: ShardGraph, loop: float, dtype: torch.dtype) -> NeighborSum:
-    """D^-1/2 (A + loops) D^-1/2; a self-loop that exists keeps weight 1, others get `loop`.
+def _make_normalized_adjacency(graph: ShardGraph, loops: bool, dtype: torch.dtype) -> NeighborSum:
+    """D^-1/2 A D^-1/2; with `loops`, every node has exactly one self-loop.
 
     Communication: one exchange of degrees.
     """
     n, rows, indices = graph.nodes.own, graph.destinations, graph.indices
-    weights = torch.ones(len(indices), dtype=dtype, device=indices.device)
-    if loop:
-        is_loop = indices == rows
+    if loops:
+        other = indices != rows
         nodes = torch.arange(n, device=indices.device)
-        loops = torch.full((n,), loop, dtype=dtype, device=indices.device)
-        loops[rows[is_loop]] = 1
-        rows = torch.cat([rows[~is_loop], nodes])
-        weights = torch.cat([weights[~is_loop], loops])
-        indices = torch.cat([indices[~is_loop], nodes])
-        order = torch.argsort(rows, stable=True)
-        rows, weights, indices = rows[order], weights[order], indices[order]
+        rows, order = torch.sort(torch.cat([rows[other], nodes]), stable=True)
+        indices = torch.cat([indices[other], nodes])[order]
+    weights = torch.ones(len(indices), dtype=dtype, device=indices.device)
     degree = weights.new_zeros(n).index_add_(0, rows, weights)
     factor = degree.pow(-0.5).masked_fill_(degree == 0, 0)
     factors = graph.domain.exchange(factor, graph.exchange)

@@ -8,7 +8,7 @@ unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -57,7 +57,7 @@ def on_shards(cls: type[Any]) -> type[Any]:
     class OnShards(cls):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             """Run on the shard of a ShardGraph; without one, as the class does."""
-            if not any(isinstance(a, ShardGraph) for a in (*args, *kwargs.values())):
+            if not _graphs_in((*args, *kwargs.values())):
                 return super().forward(*args, **kwargs)
             return _run(self, super().forward, args, kwargs)
 
@@ -116,8 +116,12 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
     """The result of a convolution at the owned nodes of a ShardGraph."""
     names = list(signature(forward).parameters)
     arguments = dict(zip(names, args, strict=False)) | kwargs
-    graph = next(a for a in arguments.values() if isinstance(a, ShardGraph))
     name, row = type(conv).__name__, pyg_class(conv)
+    graph = _only_graph((*args, *kwargs.values()), name)
+    _require_no_bipartite_loops(conv, graph, name)
+    has_size = isinstance(arguments.get("size"), (tuple, list))
+    if has_size:
+        _require_size_of(graph, arguments["size"], name)
     plain = not sharded_in(arguments.values())
     if plain and graph.domain.size > 1:
         raise MeshshardError(
@@ -131,7 +135,8 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
 
     def _call(subgraph: HaloSubgraph) -> Any:
         local = {n: _local(n, a, subgraph, name) for n, a in arguments.items()}
-        if is_bipartite(graph) and "size" in names and local.get("size") is None:
+        unknown = "size" in names and local.get("size") is None
+        if has_size or (unknown and is_bipartite(graph)):
             local["size"] = (subgraph.n_rows, subgraph.n_destinations)
         with ConvContext(subgraph, name, RULES, row is not None and row.max_over_edges):
             return _owned(forward(**local), subgraph, plain, name)
@@ -144,6 +149,55 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
 
 
 not_compiled(_run)  # compiled models break their graph here: exchanges and hooks run uncompiled
+
+
+def _graphs_in(arguments: Iterable[Any]) -> list[ShardGraph]:
+    """Every graph among arguments, one level of lists and dicts deep."""
+    found = []
+    for a in arguments:
+        each = a.values() if isinstance(a, dict) else a if isinstance(a, (list, tuple)) else (a,)
+        found += [b for b in each if isinstance(b, ShardGraph)]
+    return found
+
+
+def _only_graph(arguments: Sequence[Any], name: str) -> ShardGraph:
+    """The graph of a call.
+
+    Raises:
+        NoShardRule: there are several, or it is in a list or a dict; on every rank.
+    """
+    direct = [a for a in arguments if isinstance(a, ShardGraph)]
+    found = _graphs_in(arguments)
+    if len(found) > len(direct):
+        why = "it got a list of graphs, as Batch.from_data_list makes; call it once for each graph"
+        raise refuse(name, (), None, why)
+    if len({id(graph) for graph in found}) > 1:
+        why = (
+            f"it got {len(found)} graphs, but halo rows are exchanged for one; use one convolution "
+            "for each graph and combine their results"
+        )
+        raise refuse(name, (), None, why)
+    return found[0]
+
+
+def _require_no_bipartite_loops(conv: Any, graph: ShardGraph, name: str) -> None:
+    """Refuse self-loops from row i of the sources to row i of the nodes: ranks may differ."""
+    if is_bipartite(graph) and getattr(conv, "add_self_loops", None) is True:
+        why = (
+            "in a bipartite graph it adds loops between rows of the same number, which different "
+            "ranks may own; pass add_self_loops=False and, if you want these loops, add them before "
+            "ShardGraph.from_edge_index"
+        )
+        raise refuse(f"{name}(add_self_loops=True)", (), None, why)
+
+
+def _require_size_of(graph: ShardGraph, size: Any, name: str) -> None:
+    expected = graph.sources.total, graph.nodes.total
+    if any(n not in (None, m) for n, m in zip(size, expected, strict=True)):
+        raise MeshshardError(
+            f"{name}: expected size {expected}, all sources and nodes of the graph, got "
+            f"{tuple(size)}"
+        )
 
 
 def _local(name: str, a: Any, subgraph: HaloSubgraph, conv: str) -> Any:

@@ -16,9 +16,9 @@ from meshshard.tensor.rules.table import HOMES, functions_named, rowwise
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, wrap
 
 UNTAGGED = """
-absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh conj copy divide expit fill fix
+absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh complex conj copy divide expit fill fix
 floor_divide gammainc gammaincc gammaln greater greater_equal hardswish isclose isreal less
-less_equal logsigmoid multigammaln multiply ndtr negative not_equal psi real resolve_conj
+less_equal logsigmoid multigammaln multiply ndtr negative not_equal polar psi real resolve_conj
 resolve_neg softsign subtract tanhshrink
 """  # aliases and compositions, which torch does not tag as pointwise
 OTHER_RULES = "bernoulli clone max min rrelu where"  # tagged, but also reductions, random, …
@@ -93,8 +93,8 @@ def _broadcast(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
         raise refuse(func, args, kwargs, why)
     with native():
         out = func(*aligned[: len(args)], **kwargs)
-        if any(out is a for a in args):
-            return out
+        if out is NotImplemented or any(out is a for a in args):
+            return out  # NotImplemented: Python then compares by identity, as in x == None
         dim = out.ndim - back
     return wrap(out, first._sharding, dim)
 
@@ -125,7 +125,31 @@ def where(*args: Any, **kwargs: Any) -> Any:
     return _where(*args, **kwargs)
 
 
+def real_part(x: ShardTensor) -> ShardTensor:
+    """x.real, a view."""
+    return apply_local(torch.real, x)
+
+
+def imaginary_part(x: ShardTensor) -> ShardTensor:
+    """x.imag, a view."""
+    return apply_local(torch.imag, x)
+
+
+def view_as_complex(x: ShardTensor) -> ShardTensor:
+    """Pairs on the last dim as complex numbers, a view."""
+    with native():
+        last = x.ndim - 1
+    if x._dim == last:
+        raise refuse(torch.view_as_complex, (x,), None, "the dim of the pairs is sharded")
+    return apply_local(torch.view_as_complex, x)
+
+
 RULES: dict[Any, Rule] = {
+    Tensor.real.__get__: real_part,
+    Tensor.imag.__get__: imaginary_part,
+    torch.imag: imaginary_part,
+    torch.view_as_real: lambda x: apply_local(torch.view_as_real, x),
+    torch.view_as_complex: view_as_complex,
     **{f: pointwise(f) for f in _pointwise_functions()},
     **{f: rowwise(f) for f in functions_named(CONVERSIONS)},
     **dict.fromkeys((torch.prelu, F.prelu, Tensor.prelu), prelu),
