@@ -78,7 +78,9 @@ def _exchange(shards: Path) -> tuple[list[Record], Record]:
         (lambda: plan.start(x)._pending.wait(), bare),  # type: ignore[union-attr]
         (lambda: domain.exchange(x, plan), lambda: torch.cat([x, bare()])),
     ]
-    for pair in pairs:  # apart: copies of owned rows would leave the next call cold caches
+    for pair in (
+        pairs
+    ):  # one pair after the other: copies of owned rows would leave the next call cold caches
         timed_together(5, pair)
     (alone, least), (joined, both) = (columns(timed_together(61, pair)) for pair in pairs)
     rows = [

@@ -96,7 +96,7 @@ class OfTorch:
 
 
 class PhysicsNeMo(OfTorch):
-    """PhysicsNeMo's ShardTensor, told the shapes of all shards; parameters stay plain."""
+    """PhysicsNeMo's ShardTensor, given the shapes of all shards; parameters stay plain."""
 
     def around(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()

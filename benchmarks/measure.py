@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 Record = dict[str, Any]  # a row of a table: docs/generate.py makes the same tables of the JSON
 
 RESULTS = Path(__file__).parent / "results"
-LOOK = 0.01  # s between two looks at the memory of a child
+POLL_SECONDS = 0.01  # between two readings of the memory of a child process
 PACKAGES = (
     "numpy",
     "scipy",
@@ -119,7 +119,7 @@ def in_child(job: Callable[..., Any], *given: Any) -> tuple[Any, float]:
     there.close()
     assert child.pid is not None
     peak = 0.0
-    while not here.poll(LOOK):
+    while not here.poll(POLL_SECONDS):
         peak = max(peak, _resident(child.pid))
     try:
         result = here.recv()

@@ -75,7 +75,7 @@ def _one_pipeline(kind: str, n: int, folder: Path) -> Record:
     runs = []
     for _ in range(3 if n <= MEDIUM else 1):  # the least disturbed counts
         (stages, output), peak = in_child(_file_to_shards, file, folder / "out.shards")
-        call, default = (in_child(_metis_alone, file, told)[0] for told in (OURS, {}))
+        call, default = (in_child(_metis_alone, file, options)[0] for options in (OURS, {}))
         runs.append((sum(s.total for s in stages.values()), stages, peak, call, default))
     total, stages, peak, _, _ = min(runs)
     rows = [
@@ -129,8 +129,8 @@ def _metis_call(graph: Graph, parts: int, options: dict[str, int]) -> tuple[floa
     import pymetis
 
     adjacency = pymetis.CSRAdjacency(graph.indptr, graph.indices.astype(np.int64))
-    told = {"options": pymetis.Options(**options)} if options else {}
-    call = functools.partial(pymetis.part_graph, parts, adjacency, recursive=False, **told)
+    given = {"options": pymetis.Options(**options)} if options else {}
+    call = functools.partial(pymetis.part_graph, parts, adjacency, recursive=False, **given)
     seconds, (_, labels) = spent(call)
     return seconds, np.asarray(labels)
 

@@ -273,7 +273,7 @@ def _sharded(
 
 
 def _gradient(held: Any, leaf: Any, wanted: Tensor, sizes: tuple[int, ...]) -> float:
-    """How far the gradient of own rows is off."""
+    """Error of the gradient of owned rows."""
     if leaf.grad is None:
         return far(torch.zeros_like(wanted), wanted)
     part = held.held(leaf.grad)

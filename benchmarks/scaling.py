@@ -31,7 +31,7 @@ Tables = Iterator[tuple[str, list[Record]]]
 
 
 class Found(NamedTuple):
-    """A step on one rank: time, own rows, and what it sent."""
+    """A step on one rank: time, owned rows, and rows sent."""
 
     ms: float
     rows: int

@@ -145,7 +145,7 @@ def both_ways(model: Any, x: Any) -> Any:
 
 # --------------------------------------------------------------------------------- one layer, whole
 def times(kind: str, sizes: tuple[int, int, int], rows: int, way: str, rounds: int) -> Any:
-    """Least microseconds a row of each, and how far the outputs are apart."""
+    """Least microseconds per row of each model, and the largest difference of their outputs."""
     models = pair(kind, sizes)
     x, call = rows_for(kind, sizes, rows), WAYS[way]
     outs = [call(model, x) for model in models.values()]

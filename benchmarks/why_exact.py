@@ -37,7 +37,7 @@ Labels = np.ndarray
 
 
 class Sample(NamedTuple):
-    """One body: what a model is told of every point, and what it should say."""
+    """One body: features and targets of every point."""
 
     name: str
     x: Tensor  # (n, n_features) float32
@@ -47,7 +47,7 @@ class Sample(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Bodies to learn from, one to be judged by, and how long to learn."""
+    """Training bodies, one test body, and the number of training steps."""
 
     learn: list[Sample]
     judge: Sample
@@ -256,7 +256,7 @@ def volume(file: Path) -> Sample:
 
 
 def points(data: Path) -> Case:
-    """A stream past a sphere, a million points; learnt from small clouds."""
+    """A stream past a sphere, a million points; trained on small clouds."""
     del data
     learn = [stream(seed, 20_000) for seed in range(16)]
     return Case(learn, stream(99, 1_000_000), steps=1500, points=2048)
@@ -265,8 +265,8 @@ def points(data: Path) -> Case:
 def stream(seed: int, n: int) -> Sample:
     """Potential flow past a sphere of some radius somewhere: what it adds to stream and pressure.
 
-    A point is told its place and the way to the nearest point of the sphere; how large the sphere
-    is, the cloud as a whole knows.
+    Features of a point are its position and the vector to the nearest point of the sphere. The size
+    of the sphere follows only from the whole cloud.
     """
     rng = np.random.default_rng(seed)
     center, radius = rng.uniform(-0.4, 0.4, 3), rng.uniform(0.15, 0.45)

@@ -1,7 +1,7 @@
 """Graphs, partitions and the convolutions of PyG that tests run on them, and the comparison.
 
-A sharded graph is divided in the numbering of its source, so a partition is sizes and a graph
-renumbered: every rank makes both alike.
+A sharded graph is divided in the numbering of its source, so a partition is its sizes and a
+renumbered graph, which are the same on every rank.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: meshes, graphs and labels as the laws want them."""
+"""Hypothesis strategies: meshes, graphs and labels for property-based tests."""
 
 import numpy as np
 from hypothesis import strategies as st

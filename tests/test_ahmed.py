@@ -1,4 +1,4 @@
-"""Real surfaces and a real volume: laws 3 and 4, and forces summed shard by shard."""
+"""Real surfaces and a real volume: partitions, stored shards, and forces summed by shard."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Collectives: values, exact adjoints (law 2), second derivatives, traffic, and errors."""
+"""Collectives: values, exact adjoints, second derivatives, traffic, and errors."""
 
 import time
 

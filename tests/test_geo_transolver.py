@@ -1,4 +1,4 @@
-"""GeoTransolver: its parts against formulas, and sharded against serial (laws 1, 3, 6)."""
+"""GeoTransolver: its parts against formulas, and sharded against serial."""
 
 import numpy as np
 import pytest

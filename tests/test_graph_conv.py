@@ -1,4 +1,4 @@
-"""Any convolution of PyG on shards: outputs and all gradients are those on the whole graph."""
+"""PyG convolutions on shards: outputs and gradients equal those on the whole graph."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ TOLERANCE = 1e-12
 
 
 def compared(make, whole, parts, name):
-    """Run a convolution on whole tensors and on shards; every difference that is too large."""
+    """Differences above the tolerance between a convolution on whole tensors and on shards."""
     torch.manual_seed(1)
     conv = make().double()
     for p in conv.parameters():
@@ -62,7 +62,7 @@ def compared(make, whole, parts, name):
 
 
 def convs_job(family, directed):
-    """Every convolution of a family; those that are not exact."""
+    """Convolutions of a family that are not exact, with their differences."""
     domain = init_domain()
     edges, graph, x, e = sample(domain, directed)
     wrong = {}
@@ -87,7 +87,7 @@ def test_convolutions_are_exact(ranks, size, family, directed):
 
 
 def dropout_job():
-    """Dropout on edges and rows inside convolutions: the same numbers on any ranks."""
+    """Dropout in convolutions: the same random numbers on one rank and on several."""
     domain = init_domain()
     wrong = {}
     for directed in (False, True):
@@ -117,7 +117,7 @@ def test_dropout_inside_does_not_depend_on_the_partition(ranks, size):
 
 
 class Updating(MessagePassing):
-    """A user's layer that updates nodes and then edges, with a norm and dropout in its networks."""
+    """A user's layer that updates nodes and then edges, with norms in its networks."""
 
     def __init__(self):
         super().__init__("sum")
@@ -139,7 +139,7 @@ class Updating(MessagePassing):
 
 
 def updating_job(hops):
-    """Two such layers, whose norms see all edges and all nodes once."""
+    """Two `Updating` layers, whose norms count each edge and each node once."""
     domain = init_domain()
     edges, graph, x, e = sample(domain, directed=True)
     torch.manual_seed(4)
@@ -178,7 +178,7 @@ def test_a_users_layer_that_updates_nodes_and_edges(ranks, size, hops):
 
 
 def points_job():
-    """Convolutions of points, whose second argument is a position."""
+    """Point convolutions, whose second argument holds the positions."""
     domain = init_domain()
     edges, graph, x, e = sample(domain, directed=True)
     pos = e[:60, :3].clone()
@@ -214,7 +214,7 @@ def test_convolutions_of_points(ranks, size):
 
 
 def bipartite_job():
-    """Sources and destinations that are divided differently."""
+    """Sources and destinations with different shardings."""
     domain = init_domain()
     nodes = Sharding(domain, convs.SIZES[domain.size])
     sources = Sharding(domain, [2 * n + 1 for n in reversed(nodes.sizes)])
@@ -318,9 +318,7 @@ def bipartite_loops_job():
     sources = Sharding(domain, [n // 2 for n in reversed(nodes.sizes)])
     n, generator = sources.total, torch.Generator().manual_seed(2)
     edges = torch.stack([torch.randint(m, (90,), generator=generator) for m in (n, nodes.total)])
-    x, y = (
-        torch.randn(m, C, generator=generator, dtype=torch.float64) for m in (n, nodes.total)
-    )
+    x, y = (torch.randn(m, C, generator=generator, dtype=torch.float64) for m in (n, nodes.total))
     apart = edges[:, edges[0] != edges[1]]
     looped = torch.cat([apart, torch.arange(n).expand(2, n)], 1)
     pair = own(x, sources), own(y, nodes)
@@ -352,7 +350,7 @@ BITWISE = {"SimpleConv", *REDUCTIONS}
 
 
 def float32_job(metis):
-    """Relative differences of float32 outputs on shards to one rank, where the bits differ."""
+    """Relative differences of float32 outputs from those on one rank, where not bitwise equal."""
     domain = init_domain()
     edges, nodes, origin = divided(grid(24, 20), 480, domain, metis)
     edges = edges[:, torch.argsort(edges[1], stable=True)]
@@ -376,10 +374,10 @@ def float32_job(metis):
 @pytest.mark.parametrize("metis", [True, False], ids=["metis", "random"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_forward_in_float32(ranks, size, metis):
-    """Aggregation in the order of the whole graph is bitwise equal, by construction on any CPU.
+    """Aggregation is bitwise equal on any CPU, because it adds in the order of the whole graph.
 
-    Matrix products of another number of rows and the last elements of a vectorized function are
-    not; how many of the other convolutions are bitwise equal depends on the CPU.
+    Other convolutions may not be: matrix products and vectorized functions can round differently
+    for another number of rows, depending on the CPU.
     """
     found = ranks[size].run(float32_job, metis)[0]
     assert not BITWISE & found.keys()
@@ -387,7 +385,7 @@ def test_forward_in_float32(ranks, size, metis):
 
 
 def traffic_job():
-    """What one convolution of each kind sends, forward and backward."""
+    """Traffic of convolutions of one, two and three hops, forward and backward."""
     domain = init_domain()
     _, graph, x, e = sample(domain, directed=True)
     x, e = own(x, graph.nodes), graph.take(e).requires_grad_()
@@ -421,7 +419,7 @@ def test_traffic(ranks):
         assert forward["exchange"].calls == backward["accumulate"].calls == 3
 
 
-def test_copies_and_pickles_are_of_the_same_class():
+def test_copies_and_pickles_keep_the_class_of_a_converted_convolution():
     conv = convert(pyg.GCNConv(C, C))
     assert isinstance(conv, pyg.GCNConv)
     assert list(conv.state_dict()) == list(pyg.GCNConv(C, C).state_dict())
@@ -444,8 +442,8 @@ def test_plain_tensors_stay_plain():
     assert torch.allclose(out, conv(x, edges, e))
 
 
-class Strange(MessagePassing):
-    """Gives back something that has no rows."""
+class Truncating(MessagePassing):
+    """Returns neither a row per node nor a row per edge."""
 
     def forward(self, x, edge_index):
         return self.propagate(edge_index, x=x)[:7]
@@ -472,7 +470,7 @@ def test_modules_that_cannot_be_exact_are_refused_by_name(make, why):
         convert(make())
 
 
-def test_a_refusal_changes_nothing():
+def test_a_refused_model_is_not_changed():
     model = nn.Sequential(pyg.SAGEConv(C, C), pyg.GCNConv(C, C, flow="target_to_source"))
     with pytest.raises(NoShardRule, match="reverse the edges"):
         convert(model)
@@ -481,15 +479,17 @@ def test_a_refusal_changes_nothing():
 
 def test_arguments_and_results_without_a_row_per_node_are_refused():
     _, graph, x, _ = sample(Domain(), directed=True)
-    with pytest.raises(NoShardRule, match=r"Strange .*neither a row per node"):
-        convert(Strange())(x, graph)
+    with pytest.raises(NoShardRule, match=r"Truncating .*neither a row per node"):
+        convert(Truncating())(x, graph)
     wrong = ShardTensor.from_local(x[:9], Sharding(Domain(), [9]))
     with pytest.raises(MeshshardError, match=r"GCNConv: edge_weight .* is not sharded like the 60"):
         convert(pyg.GCNConv(C, C))(x, graph, wrong)
     steps = ShardTensor.from_local(torch.stack([x] * 60), graph.nodes, 1)  # as many steps as rows
     with pytest.raises(MeshshardError, match=r"GraphConv: x .* on dim 1, expected dim 0"):
         convert(pyg.GraphConv(C, C))(steps, graph)
-    with pytest.raises(MeshshardError, match=r"expected a tensor sharded along dim 0 .* along dim 1"):
+    with pytest.raises(
+        MeshshardError, match=r"expected a tensor sharded along dim 0 .* along dim 1"
+    ):
         graph.lift(steps)
     with pytest.raises(NoShardRule, match="it returns its edges"):
         convert(pyg.GATConv(C, C).double())(x, graph, return_attention_weights=True)
@@ -533,11 +533,11 @@ def test_several_graphs_in_one_call_are_refused(ranks, size):
     assert max(found) < 1e-12
 
 
-def test_hops_apply_to_convolutions_without_a_row_in_the_table():
+def test_hops_apply_only_to_classes_that_are_not_in_the_table():
     assert convert(pyg.TAGConv(C, C), hops=1)._meshshard_hops == 2
     assert convert(pyg.GCNConv(C, C, normalize=False))._meshshard_hops == 1
-    assert convert(Middle(), hops=1)._meshshard_hops == 1
-    assert convert(Middle())._meshshard_hops == 2
+    assert convert(MedianConv(), hops=1)._meshshard_hops == 1
+    assert convert(MedianConv())._meshshard_hops == 2
 
 
 def test_every_row_of_the_table_is_a_class_of_pyg():
@@ -560,8 +560,8 @@ def test_plain_tensors_on_several_ranks_are_refused(ranks):
     ranks[2].run(plain_job)
 
 
-class Middle(MessagePassing):
-    """A user's, with medians: PyG sorts the rows of all edges for them."""
+class MedianConv(MessagePassing):
+    """A user's convolution with median aggregation, for which PyG sorts the rows of all edges."""
 
     def __init__(self):
         super().__init__(aggr="median")
@@ -573,16 +573,16 @@ class Middle(MessagePassing):
 def median_job():
     domain = init_domain()
     edges, graph, x, _ = sample(domain, directed=True)
-    got = convert(Middle())(own(x, graph.nodes), graph).gather().detach()
-    return farthest(got, Middle()(x, edges))
+    got = convert(MedianConv())(own(x, graph.nodes), graph).gather().detach()
+    return farthest(got, MedianConv()(x, edges))
 
 
 def test_medians_of_a_users_convolution_on_an_empty_shard(ranks):
     assert max(ranks[3].run(median_job)) < 1e-12
 
 
-class Picking(MessagePassing):
-    """A user's, whose second message picks rows of what the first has made."""
+class IndexingConv(MessagePassing):
+    """A user's convolution whose second message indexes the output of the first propagate."""
 
     def forward(self, x, edge_index):
         h = self.propagate(edge_index, x=x, rows=x)
@@ -592,12 +592,12 @@ class Picking(MessagePassing):
         return x_j * rows[edge_index_j]
 
 
-def picking_job():
+def indexing_job():
     domain = init_domain()
     edges, graph, x, _ = sample(domain, directed=True)
-    got = convert(Picking())(own(x, graph.nodes), graph).gather().detach()
-    return farthest(got, Picking()(x, edges))
+    got = convert(IndexingConv())(own(x, graph.nodes), graph).gather().detach()
+    return farthest(got, IndexingConv()(x, edges))
 
 
-def test_rows_that_a_message_picks_are_up_to_date(ranks):
-    assert max(ranks[3].run(picking_job)) < 1e-12
+def test_halo_rows_indexed_in_a_message_are_exchanged_again(ranks):
+    assert max(ranks[3].run(indexing_job)) < 1e-12

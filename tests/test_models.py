@@ -1,4 +1,4 @@
-"""Ordinary models and their wrappers on shards: training equals serial to 1e-12 (law 1)."""
+"""Ordinary models and their wrappers on shards: training equals serial to 1e-12."""
 
 import contextlib
 import copy
@@ -222,7 +222,7 @@ def tensor_parallel_job():
     for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
         with (
             mode(),
-            pytest.raises(NoShardRule, match="tensor parallelism needs owned rows: by_own_rows"),
+            pytest.raises(NoShardRule, match="tensor parallelism computes on owned rows"),
         ):
             parallel(sx)
     model = by_own_rows(parallel)

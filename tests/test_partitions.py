@@ -58,7 +58,7 @@ def test_what_is_sharded_by_default():
 
 
 def test_relabeling_parts_and_permuting_cells_change_nothing_else():
-    """Law 3, for sizes, halos and volume."""
+    """Sizes, halos and volume follow the permutation."""
     made = partition(SHEET, 6)
     turn = np.random.default_rng(1).permutation(6)
     relabeled = partition(SHEET, 6, method=turn[made.labels])

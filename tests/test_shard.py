@@ -39,7 +39,7 @@ def aggregate(edge_index, x, n):
 
 
 def layer_job(folder):
-    """A sum over in-edges and its gradient, on local rows and on the whole graph (law 1)."""
+    """A sum over in-edges and its gradient, on local rows and on the whole graph."""
     domain = init_domain()
     shard = load(folder, domain)
     indptr, indices = graph_of(folder)

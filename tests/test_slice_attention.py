@@ -1,4 +1,4 @@
-"""Slice attention: equal to the published code, and on shards and in tiles (laws 1, 5, 6)."""
+"""Slice attention: equal to the published code, also on shards and in tiles."""
 
 from pathlib import Path
 
@@ -215,7 +215,7 @@ def test_batched_context_equals_each_sample(few):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_are_as_precise_as_recorded_operations(monkeypatch, dtype):
-    """Law 5: the error relative to float64 is at most twice that of recorded operations."""
+    """The error relative to float64 is at most twice that of recorded operations."""
     monkeypatch.setattr(_tiles, "FEW", 0)
     layer, x = attention(tile=64), rows(3000, 24)
     want = layer(x)

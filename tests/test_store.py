@@ -1,4 +1,4 @@
-"""Law 4: a stored mesh is gathered bit for bit, and a rank reads the files of its shards only."""
+"""A stored mesh is gathered bit for bit, and a rank reads the files of its shards only."""
 
 import sys
 from pathlib import Path

@@ -51,7 +51,7 @@ def serial_mlp():
 
 
 def run_mlp(forward):
-    """A model through `forward(model, x)`, compared with serial: loss, inputs, parameters."""
+    """`forward(model, x)` equals serial: loss, and gradients of inputs and parameters."""
     domain = init_domain()
     loss, x_grad, grads = serial_mlp()
     x, model = make(domain), mlp()
@@ -93,7 +93,7 @@ def test_a_model_equals_serial(ranks, forward, size):
 
 
 def boundary_job():
-    """Seeds, intermediate gradients and retained gradients have global values."""
+    """Gradients given to backward, intermediate and retained gradients have global values."""
     domain = init_domain()
     whole_x, v = whole().requires_grad_(), whole(1)
     mid = whole_x.sin()
@@ -106,9 +106,8 @@ def boundary_job():
     sv = shard(v, domain, SIZES[domain.size])
     (got,) = torch.autograd.grad(sharded_out, x, sv, retain_graph=True)
     assert close(got.gather(), want_x)
-    (got,) = torch.autograd.grad(
-        sharded_out, x, v, retain_graph=True
-    )  # a replicated seed is narrowed to owned rows
+    # a replicated gradient of the output is narrowed to owned rows
+    (got,) = torch.autograd.grad(sharded_out, x, v, retain_graph=True)
     assert close(got.gather(), want_x)
     (got,) = torch.autograd.grad(sharded_out, sharded_mid, sv, retain_graph=True)
     assert close(got.gather(), want_mid)
@@ -122,7 +121,7 @@ def boundary_job():
 
 
 def residual_job():
-    """A physics-informed loss: derivatives of the output by the coordinates (law 5)."""
+    """A physics-informed loss: derivatives of the output with respect to the coordinates."""
     domain = init_domain()
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -165,7 +164,7 @@ def hooks_job():
 
 
 def local_leaf_job():
-    """A plain leaf of owned rows gets its global gradient; to_local and back is exact."""
+    """A plain leaf of owned rows gets its global gradient, also through to_local and from_local."""
     domain = init_domain()
     sizes = SIZES[domain.size]
     first = sum(sizes[: domain.rank])
@@ -197,7 +196,7 @@ class Scale(torch.autograd.Function):
 
 
 class Center(torch.autograd.Function):
-    """A user's function that couples rows, which its backward on local rows cannot."""
+    """A user's function that couples rows, so that its backward on local rows would be wrong."""
 
     @staticmethod
     def forward(ctx, x):

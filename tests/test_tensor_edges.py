@@ -131,7 +131,7 @@ def test_small_dtypes_between_processes(ranks):
 def test_comparisons_with_what_is_not_a_tensor():
     x = shard(draw(8), init_domain(), (8,))
     assert (x == None) is False  # noqa: E711
-    assert (None != x) is True  # noqa: E711
+    assert (x != None) is True  # noqa: E711
     assert x not in [None, "a"]
     assert x.__eq__("a") is NotImplemented
     with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""Every rule: values and gradients equal those of the operation on the whole tensor (law 1)."""
+"""Every rule: values and gradients equal those of the operation on the whole tensor."""
 
 from itertools import pairwise
 

@@ -220,7 +220,7 @@ def modules_job():
     assert type(twin.field) is ShardTensor
     assert twin.field.sharding == sx.sharding
     state = model.state_dict()
-    state["field"] = sample(0, 2, ROWS)  # a whole one: own rows are taken
+    state["field"] = sample(0, 2, ROWS)  # a plain tensor of all rows: owned rows are taken
     twin.load_state_dict(state)
     assert far(twin.field.gather(), sample(0, 2, ROWS)) == 0
     assert twin.float().field.dtype == torch.float32

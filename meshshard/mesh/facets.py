@@ -1,4 +1,4 @@
-"""Facets of cells (edges, faces or end points), matched between cells exactly by one sort.
+"""Facets of cells (edges, faces or end points), and an exact match between cells by one sort.
 
 The facets of a surface are its edges, of a volume its faces, of curves their end points. Every
 facet of every cell is listed, cell by cell; facets with the same corners are the same facet.
@@ -20,9 +20,9 @@ from meshshard.mesh.ragged import gather_rows, offsets_of
 
 __all__ = ["Facets", "Matches", "edges", "facets", "match"]
 
-Sides = list[tuple[int, ...]]  # the corners of each facet of one cell
+Sides = list[tuple[int, ...]]  # corners of each facet of a cell, as positions within the cell
 BLOCK = 1 << 14  # cells or facets per block, so that intermediate results stay in cache
-MAX_CELLS_PER_FACET = 1000  # more mean a broken mesh, and the pairs grow with the square
+MAX_CELLS_PER_FACET = 1000  # more indicate a broken mesh; pairs grow with the square
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class Matches:
 
     @cached_property
     def twin(self) -> Array:
-        """(n_facets,) neighbor cell across each facet, -1 if it is open; any one of several."""
+        """(n_facets,) neighbor cell across each facet, -1 if open; one of several."""
         owner = self.facets.owner
         out = np.full(len(owner), -1, owner.dtype)
         out[self.first], out[self.second] = owner[self.second], owner[self.first]
@@ -106,7 +106,7 @@ def match(listed: Facets, n_points: int) -> Matches:
     """
     keys, index_bits = _pack(listed, n_points)
     keys.sort()
-    a, b, in_run = _equal_neighbors(keys, index_bits)
+    a, b, in_run = _equal_consecutive(keys, index_bits)
     del keys
     good = listed.tag[a] == listed.tag[b]
     if listed.forward is not None and (listed.tag == listed.low).any():
@@ -208,7 +208,7 @@ def _pack(listed: Facets, n_points: int) -> tuple[Array, int]:
     return keys, index_bits
 
 
-def _equal_neighbors(keys: Array, index_bits: int) -> tuple[Array, Array, Array]:
+def _equal_consecutive(keys: Array, index_bits: int) -> tuple[Array, Array, Array]:
     """Pairs of consecutive sorted words that differ only in the facet index.
 
     Returns:
@@ -219,7 +219,7 @@ def _equal_neighbors(keys: Array, index_bits: int) -> tuple[Array, Array, Array]
     # the first `count` entries are filled
     a, b, in_run = np.empty(n, kind), np.empty(n, kind), np.empty(n, bool)
     for first in range(0, n - 1, BLOCK):
-        start = max(first - 1, 0)  # with the pair before and the pair after
+        start = max(first - 1, 0)  # one more pair at both ends, for `in_run`
         block = keys[start : first + BLOCK + 2]
         same = np.zeros(len(block) + 1, bool)  # same[i + 1]: pair i
         np.less_equal(block[1:] ^ block[:-1], mask, out=same[1:-1])

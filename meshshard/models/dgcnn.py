@@ -21,7 +21,7 @@ NORMS: dict[str, type[nn.Module]] = {"batch": nn.BatchNorm1d, "layer": nn.LayerN
 class DynamicEdgeConv(nn.Module):
     """The edge convolution of Wang et al. 2019, over the k nearest rows in feature space.
 
-    x'_i = max over neighbors j of h([x_i, x_j - x_i]), where a row is among its own neighbors, as
+    x'_i = max over neighbors j of h([x_i, x_j - x_i]), where each row is also its own neighbor, as
     in PyG's layer of this name (which needs compiled extensions). Edges that tie for the maximum
     share its gradient. The neighbor search runs in float64 and has no gradient.
     """
@@ -100,10 +100,10 @@ class DGCNN(nn.Module):
         """
         super().__init__()
         if layers < 1:
-            raise MeshshardError(f"DGCNN: {layers} layers; take 1 or more")
+            raise MeshshardError(f"DGCNN: expected 1 layer or more, got {layers}")
         if norm is not None and norm not in NORMS:
             raise MeshshardError(
-                f"DGCNN: norm {norm!r} is unknown; choose one of {', '.join(NORMS)}, None"
+                f"DGCNN: expected a norm of {', '.join(NORMS)} or None, got {norm!r}"
             )
         widths = [in_dim] + [hidden] * layers
         self.k = k

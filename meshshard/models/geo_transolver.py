@@ -91,7 +91,7 @@ class GeoTransolver(nn.Module):
     ) -> None:
         super().__init__()
         if layers < 1:
-            raise MeshshardError(f"GeoTransolver: {layers} layers; take 1 or more")
+            raise MeshshardError(f"GeoTransolver: expected 1 layer or more, got {layers}")
         if len(options.radii) != len(options.neighbors):
             raise MeshshardError(
                 f"GeoTransolver: {len(options.radii)} radii, {len(options.neighbors)} numbers of "

@@ -14,9 +14,9 @@ from meshshard.graph.plan import Halo
 from meshshard.mesh import Array
 from meshshard.mesh.ragged import offsets_of
 
-__all__ = ["PAYS_FROM", "Quality", "quality_of"]
+__all__ = ["Quality", "quality_of"]
 
-PAYS_FROM = 4096  # rows per shard; measured by benchmarks/exchange.py --only crossover
+MIN_ROWS_PER_SHARD = 4096  # measured by benchmarks/exchange.py --only crossover
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class Quality:
         n, mb = sum(self.owned), self.bytes_per_exchange(128) / 1e6
         mean, most = sum(self.peers) / max(len(self.peers), 1), max(self.peers, default=0)
         split, k = sum(p > 1 for p in self.pieces), len(self.owned)
-        few = n // PAYS_FROM
-        enough = f"{few} ranks or fewer" if few > 1 else "one rank"
-        small = (
-            f"warning: with fewer than about {PAYS_FROM:,} {self.entity} per rank, communication "
-            f"costs more time than it saves; use {enough}"
+        most_ranks = n // MIN_ROWS_PER_SHARD
+        enough = f"{most_ranks} ranks or fewer" if most_ranks > 1 else "one rank"
+        warning = (
+            f"warning: with fewer than about {MIN_ROWS_PER_SHARD:,} {self.entity} per rank, "
+            f"communication costs more time than it saves; use {enough}"
         )
         return [
             f"{n_of(n, self.entity)} in {n_of(k, 'shards')}, imbalance {self.imbalance:.4f}",
@@ -92,7 +92,7 @@ class Quality:
             f"edge cut {self.edge_cut:,}, peers {mean:.1f} on average, at most {most}",
             f"one exchange of 128 float32 channels sends {mb:.2f} MB"
             + (f"; {n_of(split, 'shards')} not connected" if split else ""),
-            *([small] if k > 1 and n < k * PAYS_FROM else []),
+            *([warning] if k > 1 and n < k * MIN_ROWS_PER_SHARD else []),
         ]
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ def quality_of(
     offsets = offsets_of(sizes)
     load = np.array([_load(graph, offsets[p], offsets[p + 1]) for p in range(k)])
     total = load.sum() or 1.0
-    aim = np.full(k, 1 / k) if targets is None else targets
+    target = np.full(k, 1 / k) if targets is None else targets
     pieces, cut = zip(*(_pieces(graph, offsets[p], offsets[p + 1]) for p in range(k)), strict=True)
     return Quality(
         entity=entity,
@@ -148,7 +148,7 @@ def quality_of(
         load=[float(x) for x in load / total],
         edge_cut=sum(cut) // (2 if graph.symmetric else 1),
         volume=int(counts.sum()),
-        imbalance=float((load / total / aim).max()),
+        imbalance=float((load / total / target).max()),
     )
 
 
@@ -176,7 +176,7 @@ def _pieces(graph: Graph, first: int, last: int) -> tuple[int, int]:
     local = sources[inside]
     local -= sources.dtype.type(first)
     block = csr_array((np.ones(len(local)), local, bounds), shape=(last - first, last - first))
-    # Of a symmetric graph these are the strong components, which take half the memory to find.
+    # In a symmetric graph the strong components are the same and take half the memory.
     if graph.symmetric:
         count, _ = connected_components(block, directed=True, connection="strong")
     else:

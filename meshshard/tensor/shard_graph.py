@@ -22,18 +22,18 @@ __all__ = ["ShardGraph", "offsets_of"]
 
 @dataclass(frozen=True, eq=False)
 class ShardGraph:
-    """One directed graph whose nodes are sharded; an edge lives with the owner of its destination.
+    """One directed graph whose nodes are sharded; the owner of a node stores its in-edges.
 
     Owned edges are sorted by destination, those of one destination in the order of the whole graph.
-    Local rows of the sources are owned rows, then halo rows by ascending id. Give it to a layer in
+    Local rows of the sources are owned rows, then halo rows by ascending id. Pass it to a layer in
     place of PyG's `edge_index`.
 
     Attributes:
-        nodes: how the destinations are divided.
-        sources: how the sources are divided: `nodes`, unless the graph is bipartite.
+        nodes: sharding of the destinations.
+        sources: sharding of the sources: `nodes`, unless the graph is bipartite.
         counts: number of owned edges of every rank.
-        edge_keys: (n_owned_edges,) int64 keys of the edges that do not depend on the partition;
-            None if they are made of the keys of both ends.
+        edge_keys: (n_owned_edges,) int64 key of every edge, which does not depend on the
+            partition; None if `edges` computes it from the origins of both ends.
         indptr: (n_owned + 1,) int64 offsets of the in-edges of each owned node.
         indices: (n_owned_edges,) int64 source of every edge, as a local row.
         halo: (n_halo,) int64 ids of the halo rows, ascending.
@@ -59,42 +59,43 @@ class ShardGraph:
         sources: Sharding | None = None,
         edge_keys: Tensor | None = None,
     ) -> ShardGraph:
-        """The graph of owned in-edges whose sources are given by id.
+        """Make the graph from owned in-edges, whose sources are global ids.
 
         Args:
-            ids: (n_owned_edges,) int64 ids of the sources, grouped by destination.
+            ids: (n_owned_edges,) int64 global ids of the sources, grouped by destination.
             indptr: (n_owned + 1,) int64 offsets of the in-edges of each owned destination.
-            nodes: how the destinations are divided.
-            sources: how the sources are divided, if not as the destinations.
-            edge_keys: (n_owned_edges,) int64 keys of the edges that do not depend on the partition;
-                by default made of both ends' rows in the source file, equal for parallel edges.
+            nodes: sharding of the destinations.
+            sources: sharding of the sources, by default that of the destinations.
+            edge_keys: (n_owned_edges,) int64 key of every edge, which does not depend on the
+                partition; by default computed from the rows of both ends in the source file, so
+                parallel edges have equal keys.
 
         Raises:
-            DomainError: a source does not exist; on every rank.
+            DomainError: a source does not exist; raised on every rank.
 
         Communication: one gather of objects, one all-to-all of counts, two of the halo's ids.
         """
         sources = sources or nodes
         domain = nodes.domain
-        domain.run_collectively(lambda: _valid(ids, indptr, nodes, sources), "a graph")
+        domain.run_collectively(lambda: _check_edges(ids, indptr, nodes, sources), "a graph")
         owned = (ids >= sources.first) & (ids < sources.first + sources.own)
         remote = torch.nonzero(~owned).view(-1)
         halo, position = torch.unique(ids[remote], return_inverse=True)
-        plan = Exchange.of_halo(domain, sources.sizes, halo, "exchange of a graph")
+        exchange = Exchange.of_halo(domain, sources.sizes, halo, "halo exchange of a graph")
         rows = (ids - sources.first).index_copy_(0, remote, position + sources.own)
-        return _graph(nodes, sources, (indptr, rows, halo), plan, edge_keys)
+        return _make_graph(nodes, sources, (indptr, rows, halo), exchange, edge_keys)
 
     @staticmethod
     def from_edge_index(
         edge_index: Tensor, nodes: Sharding, sources: Sharding | None = None
     ) -> ShardGraph:
-        """The graph of PyG's (2, n_edges) int64 `edge_index`, with all edges on every rank.
+        """Make the graph from PyG's (2, n_edges) int64 `edge_index` with all edges, on every rank.
 
         The key of an edge is its column, so `take` shards edge features in that order.
 
         Raises:
             MeshshardError: a destination does not exist.
-            DomainError: a source does not exist; on every rank.
+            DomainError: a source does not exist; raised on every rank.
 
         Communication: as `from_ids`.
         """
@@ -112,7 +113,7 @@ class ShardGraph:
 
     @staticmethod
     def from_plan(plan: Plan, nodes: Sharding, exchange: Exchange) -> ShardGraph:
-        """The graph of a stored plan with any number of hops, without the in-edges of halo rows.
+        """Make the graph from a stored plan of any number of hops, without in-edges of halo rows.
 
         Communication: one gather of objects, one exchange of the rows' origins.
         """
@@ -120,7 +121,7 @@ class ShardGraph:
         indptr = torch.from_numpy(plan.indptr[: plan.n_owned + 1].astype(np.int64)).to(device)
         rows = torch.from_numpy(plan.indices[: int(indptr[-1])].astype(np.int64)).to(device)
         halo = torch.from_numpy(plan.halo.astype(np.int64)).to(device)
-        return _graph(nodes, nodes, (indptr, rows, halo), exchange, None)
+        return _make_graph(nodes, nodes, (indptr, rows, halo), exchange, None)
 
     def __repr__(self) -> str:
         return (
@@ -166,7 +167,7 @@ class ShardGraph:
 
     @cached_property
     def edges(self) -> Sharding:
-        """How the edges are divided; `edges.origin` holds the edge keys, given or made."""
+        """Sharding of the edges; `edges.origin` holds the edge keys, given or computed."""
         keys = self.edge_keys
         if keys is None:
             keys = self.nodes.sources(self.device)[self.destinations]
@@ -185,10 +186,10 @@ class ShardGraph:
         return torch.stack([self.indices, self.destinations])
 
     def local(self, x: Any) -> Tensor:
-        """(n_local, …) owned rows of a sharded tensor, or a plain one of owned rows, and halo rows.
+        """Owned rows, sharded or plain, followed by halo rows: (n_local, …).
 
         Raises:
-            MeshshardError: a sharded tensor is not divided as the sources; on every rank.
+            MeshshardError: a tensor is not sharded like the sources; raised on every rank.
 
         Communication: one exchange, forward and backward.
         """
@@ -216,7 +217,7 @@ class ShardGraph:
         return ShardTensor.from_local(self.indptr.diff(), self.nodes)
 
     def take(self, features: Tensor) -> ShardTensor:
-        """Shard plain edge features (n_edges, …), which are in the order of edge_index.
+        """Shard plain edge features (n_edges, …) in the order of edge_index.
 
         Raises:
             MeshshardError: the features have another number of edges, or the graph was not made
@@ -224,8 +225,8 @@ class ShardGraph:
         """
         if self.edge_keys is None:
             raise MeshshardError(
-                "ShardGraph.take: the graph was not made from an edge_index, so its edges have no "
-                "order; make their features from rows: graph.lift(x), nn.edge_vectors"
+                "ShardGraph.take: the graph was not made from an edge_index, so features "
+                "cannot be assigned to its edges; compute them: graph.lift(x), nn.edge_vectors"
             )
         if len(features) != self.edges.total:
             raise MeshshardError(
@@ -243,18 +244,20 @@ def _not_an_edge_index(what: str) -> NoShardRule:
     )
 
 
-def _graph(
+def _make_graph(
     nodes: Sharding,
     sources: Sharding,
     arrays: tuple[Tensor, Tensor, Tensor],
-    plan: Exchange,
+    exchange: Exchange,
     edge_keys: Tensor | None,
 ) -> ShardGraph:
-    """Collect the number of edges of all ranks and the origins of halo rows."""
+    """Make a graph; collect the number of edges of all ranks and the origins of halo rows."""
     indptr, rows, halo = arrays
     counts: Sequence[int] = nodes.domain.share(len(rows))
-    origins = nodes.domain.exchange(sources.sources(indptr.device), plan)
-    return ShardGraph(nodes, sources, tuple(counts), edge_keys, indptr, rows, halo, origins, plan)
+    origins = nodes.domain.exchange(sources.sources(indptr.device), exchange)
+    return ShardGraph(
+        nodes, sources, tuple(counts), edge_keys, indptr, rows, halo, origins, exchange
+    )
 
 
 def offsets_of(counts: Tensor) -> Tensor:
@@ -262,11 +265,11 @@ def offsets_of(counts: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
-def _valid(ids: Tensor, indptr: Tensor, nodes: Sharding, sources: Sharding) -> None:
+def _check_edges(ids: Tensor, indptr: Tensor, nodes: Sharding, sources: Sharding) -> None:
     if len(indptr) != nodes.own + 1 or int(indptr[-1]) != len(ids):
         raise MeshshardError(
-            f"expected an indptr of {n_of(nodes.own, 'owned nodes')} and "
-            f"{n_of(len(ids), 'sources')}, got one of {n_of(len(indptr) - 1, 'nodes')} and "
+            f"expected an indptr for {n_of(nodes.own, 'owned nodes')} and "
+            f"{n_of(len(ids), 'sources')}, got one for {n_of(len(indptr) - 1, 'nodes')} and "
             f"{n_of(int(indptr[-1]), 'edges')}"
         )
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < sources.total:

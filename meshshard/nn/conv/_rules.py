@@ -2,7 +2,7 @@
 
 Random numbers are keyed by the row or the edge in the source, and norms over rows use the owned
 rows of all ranks, so that neither depends on the partition. Sums at destinations are sparse
-products.
+matrix products.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def on_owned_rows(run: ConvContext, x: Tensor, norm: Callable[[Any], Any]) -> Te
 
 
 def _scatter(run: ConvContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Sums and maxima of the rows of edges at their destinations, by a sparse product."""
+    """Sum or maximum of edge rows at their destinations, by a sparse matrix product."""
     names = ("self", "dim", "index", "src", "reduce")
     given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
     out, src, reduce = given["self"], given.get("src"), given.get("reduce", "sum")
@@ -84,7 +84,7 @@ def _scatter(run: ConvContext, func: Any, args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _is_over_edges(run: ConvContext, out: Any, index: Any, src: Any, given: Any) -> bool:
-    """Whether rows of all edges are scattered to their destinations."""
+    """Whether `index` scatters one row per edge to the destinations of the edges."""
     to = run.subgraph.edge_index[1]
     if not isinstance(src, Tensor) or not src.is_floating_point() or type(src) is ShardTensor:
         return False
@@ -95,7 +95,7 @@ def _is_over_edges(run: ConvContext, out: Any, index: Any, src: Any, given: Any)
 
 
 def _max(run: ConvContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """edge_index.max(), by which PyG counts nodes; and maxima over the edges of all ranks."""
+    """edge_index.max(), from which PyG infers the number of nodes; maxima over all ranks' edges."""
     x = args[0]
     if x is run.subgraph.edge_index:
         return x.new_tensor(run.subgraph.n_rows - 1)

@@ -1,7 +1,7 @@
-"""DeepHalo: one exchange for several layers, at the cost of computing halo nodes again.
+"""DeepHalo: one exchange for several layers, at the cost of recomputing halo nodes.
 
-The halo is as deep as the layers reach together, and each layer is exact on one hop less. It pays
-where the latency of an exchange costs more than its rows: small shards, slow networks.
+The halo has as many hops as the layers together. After each layer one hop less of it is exact. This
+is faster where the latency of an exchange costs more than its rows: small shards, slow networks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshshard.comm import Domain, Exchange
-from meshshard.errors import MeshshardError
+from meshshard.errors import MeshshardError, n_of
 from meshshard.nn._eval_mode import differ, eval_mode
 from meshshard.nn.conv._subgraph import is_bipartite
 from meshshard.nn.conv.pyg import is_norm_over_nodes
@@ -32,10 +32,10 @@ class DeepGraph:
 
     Attributes:
         graph: the sharded graph.
-        local: owned nodes, then halo nodes by ascending id, as a graph of this rank alone; random
+        local: graph of the owned nodes, then halo nodes by ascending id, without exchange; random
             numbers have the keys of the sharded graph.
-        rows: exchange that brings halo rows behind owned rows.
-        fetch: exchange that brings attributes of halo nodes' in-edges behind those of owned edges.
+        rows: exchange that appends the rows of halo nodes to owned rows.
+        fetch: exchange that appends attributes of halo nodes' in-edges to those of owned edges.
         order: (n_edges,) int64 position of each edge of `local` among those attributes.
         outermost: (n,) int64 rows of `local` whose in-edges are missing.
     """
@@ -61,19 +61,19 @@ class DeepGraph:
 
 
 class _PartOfRows(Domain):
-    """The domain of a deep halo: it refuses collectives, because its ranks hold copies of rows."""
+    """The domain of a deep halo. It refuses collectives: they would count copies of rows."""
 
     whole = False
 
     def _refused(self, *args: Any, **kwargs: Any) -> Any:
-        why = "it couples rows, but in a deep halo a rank has some of all rows, several times"
+        why = "it couples rows, but a deep halo has only some of them, with copies on other ranks"
         raise refuse("a layer in DeepHalo", (), None, why)
 
     all_reduce = all_gather = gather = scatter = redistribute = shift = share = _refused
 
 
 def _local_graph(sources: Tensor, to: Tensor, nodes: Sharding, keys: Tensor) -> ShardGraph:
-    """The graph of edges sorted by destination, whose nodes' domain refuses collectives."""
+    """A graph of edges sorted by destination, with sources on this rank only."""
     indptr = offsets_of(torch.bincount(to, minlength=nodes.own))
     alone = Sharding(Domain(None, nodes.domain.device), [nodes.own], nodes.origin)
     graph = ShardGraph.from_ids(sources, indptr, alone, alone, keys)
@@ -92,30 +92,31 @@ def deep_graph_of(graph: ShardGraph, depth: int) -> DeepGraph:
         raise MeshshardError(
             "DeepHalo: the graph is bipartite; expected the same nodes as sources and destinations"
         )
-    return cached_on(graph, ("deep graph", depth), lambda: _make(graph, depth))
+    return cached_on(graph, ("deep graph", depth), lambda: _make_deep_graph(graph, depth))
 
 
-def _make(graph: ShardGraph, depth: int) -> DeepGraph:
+def _make_deep_graph(graph: ShardGraph, depth: int) -> DeepGraph:
     inner = graph.halo[:0]
     outer = graph.halo
-    found, fetch = _in_edges_of(graph, inner)
+    in_edges, fetch = _in_edges_of(graph, inner)
     for _ in range(depth - 1):
         inner = outer
-        found, fetch = _in_edges_of(graph, inner)
+        in_edges, fetch = _in_edges_of(graph, inner)
         first = graph.nodes.first
-        away = found[:, 0][(found[:, 0] < first) | (found[:, 0] >= first + graph.nodes.own)]
-        outer = torch.unique(torch.cat([outer, away]))
+        sources = in_edges[:, 0]
+        remote = sources[(sources < first) | (sources >= first + graph.nodes.own)]
+        outer = torch.unique(torch.cat([outer, remote]))
     domain, nodes = graph.domain, graph.nodes
-    rows = Exchange.of_halo(domain, nodes.sizes, outer, f"exchange of {depth} hops")
-    own = _owned_ids(graph)
-    ids = torch.cat([own, outer])
-    place = torch.argsort(ids)
-    near = torch.cat([own, graph.halo])
-    ends = torch.cat([near[graph.edge_index], found[:, :2].T], 1).contiguous()
-    sources, to = place[torch.searchsorted(ids, ends, sorter=place)]
+    rows = Exchange.of_halo(domain, nodes.sizes, outer, f"{depth}-hop halo exchange")
+    owned = _owned_ids(graph)
+    ids = torch.cat([owned, outer])
+    by_id = torch.argsort(ids)
+    one_hop = torch.cat([owned, graph.halo])
+    ends = torch.cat([one_hop[graph.edge_index], in_edges[:, :2].T], 1).contiguous()
+    sources, to = by_id[torch.searchsorted(ids, ends, sorter=by_id)]
     order = torch.argsort(to, stable=True)
     row_keys = domain.exchange(nodes.sources(domain.device), rows)
-    edge_keys = torch.cat([graph.edges.sources(domain.device), found[:, 2]])
+    edge_keys = torch.cat([graph.edges.sources(domain.device), in_edges[:, 2]])
     local_nodes = Sharding(_PartOfRows(None, domain.device), [len(ids)], row_keys)
     local = _local_graph(sources[order], to[order], local_nodes, edge_keys[order])
     outermost = torch.nonzero(~torch.isin(outer, inner))[:, 0] + nodes.own
@@ -123,13 +124,13 @@ def _make(graph: ShardGraph, depth: int) -> DeepGraph:
 
 
 def _in_edges_of(graph: ShardGraph, ids: Tensor) -> tuple[Tensor, Exchange]:
-    """In-edges of nodes of other ranks, and the exchange of their attributes.
+    """In-edges of nodes that other ranks own, and the exchange of their attributes.
 
     Returns:
         (n, 3) int64 ids of both ends and key of every edge, and the exchange.
     """
     domain, nodes = graph.domain, graph.nodes
-    request = Exchange.of_halo(domain, nodes.sizes, ids, "nodes that are computed again")
+    request = Exchange.of_halo(domain, nodes.sizes, ids, "recomputed nodes")
     rows = torch.as_tensor(request.send_rows)
     count = graph.indptr.diff()[rows]
     by_rank = torch.repeat_interleave(
@@ -143,10 +144,12 @@ def _in_edges_of(graph: ShardGraph, ids: Tensor) -> tuple[Tensor, Exchange]:
     edges = edges + torch.repeat_interleave(begin, count)
     local_ids = torch.cat([_owned_ids(graph), graph.halo])
     ends = [local_ids[graph.indices[edges]], local_ids[graph.destinations[edges]]]
-    answer = torch.stack([*ends, graph.edges.sources(domain.device)[edges]], 1)
-    found, receive = domain.route(answer, send.tolist())
-    fetch = Exchange(domain, graph.edges.own, edges, send.tolist(), receive, "edges of hops")
-    return found, fetch
+    reply = torch.stack([*ends, graph.edges.sources(domain.device)[edges]], 1)
+    in_edges, receive = domain.route(reply, send.tolist())
+    fetch = Exchange(
+        domain, graph.edges.own, edges, send.tolist(), receive, "in-edges of halo nodes"
+    )
+    return in_edges, fetch
 
 
 def _owned_ids(graph: ShardGraph) -> Tensor:
@@ -155,14 +158,14 @@ def _owned_ids(graph: ShardGraph) -> Tensor:
 
 
 class DeepHalo(nn.Module):
-    """Layers that exchange once, before the first of them, as deep as they reach together.
+    """Run several layers after one exchange of a halo of `depth` hops.
 
     The result equals that of the layers on the graph itself, dropout included. Besides convolutions
-    the layers may contain functions of single rows only: functions of all rows are refused, though
-    a bare number of rows is not noticed.
+    the layers may contain functions of single rows only. Functions of all rows are refused, but use
+    of the number of rows (`len(x)`, `x.shape[0]`) is not detected.
 
-    The first call runs the layers three times, twice of it in evaluation mode and without
-    gradients, to check that they do not reach farther than `depth`.
+    The first call runs the layers three times, two of them in evaluation mode and without
+    gradients, to check that the result does not depend on nodes more than `depth` hops away.
 
     Communication: one exchange of the rows of the deep halo, and one of its edge features if there
     are any, forward and backward. At the first call one gather of objects.
@@ -174,8 +177,8 @@ class DeepHalo(nn.Module):
         Args:
             layers: called with (x, graph) or (x, graph, edge_attr); returns nodes, or nodes and
                 edges.
-            depth: how many hops away a node can change another's result; one more where layers use
-                degrees of neighbors.
+            depth: largest number of hops between a node and another whose result it changes; one
+                more if layers use degrees of neighbors.
 
         Raises:
             NoShardRule: a norm couples all rows.
@@ -183,14 +186,14 @@ class DeepHalo(nn.Module):
         """
         super().__init__()
         if depth < 1:
-            raise MeshshardError(f"DeepHalo: a depth of {depth}; depth must be 1 or more")
+            raise MeshshardError(f"DeepHalo: expected a depth of 1 or more, got {depth}")
         for module in layers.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) or is_norm_over_nodes(module):
                 raise refuse(f"{type(module).__name__} in DeepHalo", (), None, "it couples rows")
         self.layers, self.depth, self._checked = layers, depth, False
 
     def forward(self, x: Any, graph: ShardGraph, edge_attr: Any = None) -> Any:
-        """Call the layers on the deep halo; owned nodes, or owned nodes and edges."""
+        """Call the layers on the deep halo; return owned nodes, or owned nodes and edges."""
         deep = deep_graph_of(graph, self.depth)
         domain, sharded = graph.domain, type(x) is ShardTensor
         inputs: list[Any] = [domain.exchange(local_of(x), deep.rows)]
@@ -206,7 +209,7 @@ class DeepHalo(nn.Module):
         return _owned(nodes, deep, sharded), _owned(edges, deep, sharded, of_edges=True)
 
     def _call(self, local: ShardGraph, inputs: Sequence[Any], sharded: bool) -> Any:
-        """The layers on all local rows and edges."""
+        """Call the layers on all local rows and edges."""
         wrapped = [
             ShardTensor.from_local(t, s) if sharded else t
             for t, s in zip(inputs, (local.nodes, local.edges), strict=False)
@@ -216,7 +219,7 @@ class DeepHalo(nn.Module):
     def _check_depth(self, deep: DeepGraph, inputs: Sequence[Any], sharded: bool) -> None:
         """Raise if owned nodes change with the in-edges of the outermost nodes.
 
-        Both calls take place on every rank, so that what they refuse is raised on all ranks.
+        Every rank makes both calls, so that a refused operation is refused on all ranks.
         """
         graph, edges = deep.with_other_edges(inputs[1] if len(inputs) > 1 else None)
         others = inputs[:1] if edges is None else [inputs[0], edges]
@@ -226,7 +229,8 @@ class DeepHalo(nn.Module):
         own = deep.graph.nodes.own
         if differ(a[:own], b[:own]):
             raise MeshshardError(
-                f"the layers reach farther than depth {self.depth}; pass a larger depth"
+                f"DeepHalo: the result depends on nodes more than {n_of(self.depth, 'hops')} away; "
+                "pass a larger depth"
             )
 
 
@@ -236,7 +240,7 @@ def _owned(out: Any, deep: DeepGraph, sharded: bool, of_edges: bool = False) -> 
     local = deep.local.edges if of_edges else deep.local.nodes
     if len(rows) != local.own or sharded != (type(out) is ShardTensor):
         what = "edge" if of_edges else "node"
-        why = f"a result {tuple(out.shape)} has no row for each {what}"
+        why = f"expected a result with one row for each {what}, got shape {tuple(out.shape)}"
         raise refuse("DeepHalo", (), None, why)
     if not of_edges:
         owned, sharding = rows[: graph.nodes.own], graph.nodes

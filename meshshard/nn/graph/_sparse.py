@@ -1,11 +1,11 @@
-"""Segment sums and maxima over the edges of a graph without a row per edge, and their adjoints.
+"""Segment sums and maxima over in-edges that store no row per edge, and their adjoints.
 
 A sum over in-edges is a product with a sparse CSR matrix. It is linear, so its gradient is a
 product with the transpose, which is sorted once per graph. Every sum runs in the order of the
 in-edges, so its bits do not depend on the number of ranks.
 
 On the CPU, `SegmentSum.tiles` yields results of some 2,000 rows that are still in the cache when
-the caller multiplies them; what that buys is stated in `nn/conv/_aggregate_linear.py`.
+the caller multiplies them; see `nn/conv/_aggregate_linear.py` for the speedup.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshshard.tensor.shard_graph import offsets_of
 __all__ = ["Incidence", "IndexSelect", "MaxBackward", "SegmentSum", "segment_max"]
 
 RUN = 2048  # edges whose rows are compared at a time, so that they stay in the cache
-TILE = 2048  # minimum rows of a tile, which has fewer than twice as many
+TILE = 2048  # a tile has TILE to 2 * TILE - 1 rows
 
 
 class SegmentSum:
@@ -98,7 +98,7 @@ class SegmentSum:
         return zeros.scatter_reduce_(0, rows, x[self.indices], "amax", include_self=False)
 
     def tiles(self, x: Tensor, reduce: str = "sum") -> Iterator[tuple[slice, Tensor]]:
-        """Yield runs of rows, and their sums (or means) or maxima ("max") of a matrix."""
+        """Yield blocks of consecutive rows, and their sums (or means) or maxima ("max")."""
         n = self.rows_out
         if not x.is_cpu or n < 2 * TILE or not len(self.indices):
             yield slice(0, n), self.max(x) if reduce == "max" else self(x)
@@ -112,7 +112,7 @@ class SegmentSum:
                 yield rows, self._sum(matrix, x, rows)
 
     def adjoint(self) -> linear.Linear:
-        """The transpose: sums over the results that read a row."""
+        """The transpose: each row is the sum of the results that it was added to."""
         if self._adjoint is None:
             order, indptr = _sorted_by(self.indices, self.columns)
             weights = self.weights
@@ -147,7 +147,7 @@ class IndexSelect:
         self._adjoint: linear.Linear | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(len(index), …) rows of (rows, …)."""
+        """(len(index), …) selected rows of x (rows, …)."""
         return x.index_select(0, self.index)
 
     def adjoint(self) -> linear.Linear:
@@ -163,9 +163,9 @@ class Incidence:
     """Operators between the nodes and the edges of a graph.
 
     Attributes:
-        sources: (own edges, …) rows of (n_local, …): the source of every edge.
-        destinations: (own edges, …) rows of (own nodes, …): the destination of every edge.
-        incoming: (own nodes, …) sums of (own edges, …) over the in-edges of every node.
+        sources: maps (n_local, …) rows to (n_owned_edges, …), the source of every edge.
+        destinations: maps (n_owned, …) rows to (n_owned_edges, …), the destination of every edge.
+        incoming: maps (n_owned_edges, …) to (n_owned, …), sums over the in-edges of every node.
     """
 
     def __init__(self, graph: ShardGraph) -> None:
@@ -236,7 +236,7 @@ class MaxBackward:
         return _MeanOfTies(self)
 
     def blocks(self) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
-        """Yield blocks of rows with their edges, and which of these reach the maximum.
+        """Yield blocks of rows with their edges, and whether each edge reaches the maximum.
 
         Yields:
             rows and edges of the block, (edges,) the row in the block of each edge, (edges,
@@ -287,7 +287,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _sorted_by(index: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The stable order that sorts an index, and where each of its n values begins in it."""
+    """The stable order that sorts an index, and the (n + 1,) offsets of its values in it."""
     return torch.argsort(index, stable=True), offsets_of(torch.bincount(index, minlength=n))
 
 

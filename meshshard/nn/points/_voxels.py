@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Candidates", "Rows", "fetch_candidates"]
 
-BITS = 7  # of the index of a coarse cell along an axis, at most
-CELLS = 8192  # coarse cells that a rank announces, at most unless a cell is as large as the box
+BITS = 7  # most bits of the index of a coarse cell along an axis
+CELLS = 8192  # most coarse cells that a rank announces
 STEP = 1.19  # ratio of two successive radii of range queries
-FINE = 3.0  # small cells in the radius of a range query
+FINE = 3.0  # small cells per radius of a range query
 NARROW = 2.0**-18  # smallest radius of a range query, as a share of the box
 
 
@@ -34,8 +34,8 @@ class Rows(NamedTuple):
 
     Attributes:
         points: (n, d) finite float64.
-        keys: (n,) int64 by which ties are broken: rows in the source.
-        ids: (n,) int64.
+        keys: (n,) int64 rows in the source, which break ties.
+        ids: (n,) int64 global ids.
     """
 
     points: Array
@@ -48,7 +48,7 @@ class Candidates(NamedTuple):
 
     Attributes:
         rows: the points.
-        queries: (n,) rows of the queries that any of them may be near.
+        queries: (n,) rows of the queries that may have neighbors among them.
     """
 
     rows: Rows
@@ -58,8 +58,8 @@ class Candidates(NamedTuple):
 class _Grid(NamedTuple):
     """Cubic cells in the box of all points and queries, along up to three axes.
 
-    Coordinates are relative to the low corner of the box, because far from the origin they would
-    lose digits.
+    Coordinates are relative to the low corner of the box: absolute ones lose digits far from the
+    origin.
     """
 
     low: Array
@@ -68,21 +68,21 @@ class _Grid(NamedTuple):
 
     @property
     def box(self) -> float:
-        """Side of the whole grid."""
+        """Side of the box."""
         return self.size * 2.0**self.bits
 
     @property
     def rounding(self) -> float:
-        """Bound of rounding errors in coordinates."""
+        """Bound on the rounding errors of coordinates."""
         return self.box * 1e-12
 
     @property
     def half_side(self) -> float:
-        """Distance from the center of a cell to its faces, and the rounding error."""
+        """Distance from the center of a cell to its faces, plus the rounding error."""
         return self.size / 2 + self.rounding
 
     def half_diagonal(self, size: float) -> float:
-        """Distance from the center to a corner of a cell of this size, and the rounding error."""
+        """Distance from the center to a corner of a cell of this size, plus the rounding error."""
         return size * math.sqrt(len(self.low)) / 2 + self.rounding
 
     def relative(self, points: Array) -> Array:
@@ -102,14 +102,14 @@ class _Grid(NamedTuple):
         return (_unpacked(cells, len(self.low), self.bits) + 0.5) * self.size
 
     def coarser(self, bits: int) -> _Grid:
-        """The grid with this many bits an axis in the same box."""
+        """The grid with this many bits per axis in the same box."""
         return _Grid(self.low, self.size * 2.0 ** (self.bits - bits), bits)
 
 
 def fetch_candidates(
     domain: Domain, x: Rows, queries: Array, radius: Array, k: int | None
 ) -> Candidates:
-    """Points of other ranks that can be nearer to queries of this rank than what was found here.
+    """Fetch points of other ranks that can be nearer to local queries than those found locally.
 
     Args:
         domain: the ranks.
@@ -118,27 +118,29 @@ def fetch_candidates(
         radius: (n,) search radius of each query; inf where fewer than k were found.
         k: neighbors of each query, None for all within the radius.
 
-    Communication: two gathers of objects (the box; up to 8,192 cells a rank), two all-to-alls of
+    Communication: two gathers of objects (the box; up to 8,192 cells per rank), two all-to-alls of
     counts, one of range queries, one of points.
     """
     same = queries is x.points
     finest = _common_box(domain, [x.points] if same else [x.points, queries])
     points = finest.relative(x.points)
-    asking = points if same else finest.relative(queries)
+    relative_queries = points if same else finest.relative(queries)
     cells = finest.cells(points)
     own = _occupied_cells(finest, cells)
     grid, occupied = _common_grid(finest, domain.share(own))
     cells = cells if own[0] == BITS == grid.bits else grid.cells(points)
     if k is not None and x.points.shape[1] <= 3:
-        radius = np.minimum(radius, _kth_distance_bound(grid, occupied, asking, radius, k))
-    binned = _Binned.of(grid, asking, cells if same else None)
-    ranges, rows = _ranges_for_ranks(domain, occupied, binned, radius)
+        radius = np.minimum(
+            radius, _kth_distance_bound(grid, occupied, relative_queries, radius, k)
+        )
+    binned_queries = _Binned.of(grid, relative_queries, cells if same else None)
+    ranges, rows = _ranges_for_ranks(domain, occupied, binned_queries, radius)
     received = _all_to_all(domain, ranges)
-    there = _Binned.of(grid, points, cells)
-    sent = [_packed(x, _rows_in_range(there, each)) for each in received]
-    came = np.concatenate(_all_to_all(domain, sent))
-    theirs = np.ascontiguousarray(came[:, :-2]).view(np.float64)
-    return Candidates(Rows(theirs, came[:, -2], came[:, -1]), rows)
+    binned_points = _Binned.of(grid, points, cells)
+    sent = [_packed(x, _rows_in_range(binned_points, each)) for each in received]
+    fetched = np.concatenate(_all_to_all(domain, sent))
+    positions = np.ascontiguousarray(fetched[:, :-2]).view(np.float64)
+    return Candidates(Rows(positions, fetched[:, -2], fetched[:, -1]), rows)
 
 
 def _packed(x: Rows, rows: Array) -> Array:
@@ -163,7 +165,7 @@ class _Binned(NamedTuple):
 
     @staticmethod
     def of(grid: _Grid, points: Array, cells: Array | None) -> _Binned:
-        """Points in their cells, which may be known already."""
+        """Bin points; their cells are computed if None."""
         cells = grid.cells(points) if cells is None else cells
         index = np.zeros(1 << (grid.bits * len(grid.low)), np.int32)
         index[cells] = 1
@@ -199,7 +201,7 @@ Counts = list[tuple[Array, Array]]  # of every rank: occupied cells, points in e
 
 
 def _occupied_cells(grid: _Grid, cells: Array) -> tuple[int, Array, Array]:
-    """Bits an axis, occupied cells and the number of points in each, at most `CELLS` cells."""
+    """Bits per axis, at most `CELLS` occupied cells, and the number of points in each."""
     axes, bits = len(grid.low), grid.bits
     box = np.bincount(cells, minlength=1 << (bits * axes)).reshape((1 << bits,) * axes)
     while np.count_nonzero(box) > CELLS and bits > 1:
@@ -216,15 +218,16 @@ def _common_grid(finest: _Grid, announced: list[tuple[int, Array, Array]]) -> tu
     occupied = []
     for bits, cells, counts in announced:
         coarse = grid.cells(finest.coarser(bits).centers(cells))
-        same, back = np.unique(coarse, return_inverse=True)
-        occupied.append((same, np.bincount(back, counts, len(same)).astype(np.int64)))
+        distinct, inverse = np.unique(coarse, return_inverse=True)
+        n_points = np.bincount(inverse, counts, len(distinct)).astype(np.int64)
+        occupied.append((distinct, n_points))
     return grid, occupied
 
 
 def _kth_distance_bound(
     grid: _Grid, occupied: Counts, queries: Array, radius: Array, k: int
 ) -> Array:
-    """(n,) upper bound of the distance to the k-th other neighbor, from the counts of the cells."""
+    """(n,) upper bound on the distance to the k-th neighbor, from the number of points in cells."""
     out = np.full(len(queries), np.inf)
     wide = np.flatnonzero(radius > grid.size)
     cells, back = np.unique(np.concatenate([c for c, _ in occupied]), return_inverse=True)
@@ -246,15 +249,15 @@ def _kth_distance_bound(
 def _ranges_for_ranks(
     domain: Domain, occupied: Counts, queries: _Binned, radius: Array
 ) -> tuple[list[Array], Array]:
-    """Range queries for each rank, and the rows of the queries that they stand for."""
+    """Range queries for each rank, and the rows of the queries that they cover."""
     grid = queries.grid
     largest = np.zeros(len(queries.centers))
     np.maximum.at(largest, queries.cell, radius)
     out, asked = [], np.zeros(len(radius), bool)
-    for rank, (theirs, _) in enumerate(occupied):
+    for rank, (cells, _) in enumerate(occupied):
         rows = np.zeros(0, np.int64)
-        if rank != domain.rank and len(theirs) and len(radius):
-            tree = _tree(grid.centers(theirs))
+        if rank != domain.rank and len(cells) and len(radius):
+            tree = _tree(grid.centers(cells))
             rows = queries.rows(_within_box(tree, queries.centers, largest + 2 * grid.half_side))
             rows = rows[_within_box(tree, queries.points[rows], radius[rows] + grid.half_side)]
         asked[rows] = True
@@ -282,39 +285,39 @@ def _range_queries(grid: _Grid, queries: Array, radius: Array) -> Array:
     return np.concatenate(out)
 
 
-def _rows_in_range(there: _Binned, ranges: Array) -> Array:
+def _rows_in_range(binned: _Binned, ranges: Array) -> Array:
     """Rows of the points within any of the ranges, ascending."""
-    if not len(ranges) or not len(there.points):
+    if not len(ranges) or not len(binned.points):
         return np.zeros(0, np.int64)
     if np.isinf(ranges[:, -1]).any():
-        return np.arange(len(there.points))
+        return np.arange(len(binned.points))
     centers, radius = ranges[:, :-1], ranges[:, -1]
     largest = radius.max()
-    rows = there.rows(_within_box(_tree(centers), there.centers, largest + there.grid.half_side))
+    rows = binned.rows(_within_box(_tree(centers), binned.centers, largest + binned.grid.half_side))
     # One more coordinate gives all ranges the same radius: |p - c| <= r where
     # |(p, 0) - (c, sqrt(R^2 - r^2))| <= R. Rounding can add points, never lose one.
     raised = np.column_stack([centers, np.sqrt(largest**2 - radius**2)])
-    points = np.column_stack([there.points[rows], np.zeros(len(rows))])
+    points = np.column_stack([binned.points[rows], np.zeros(len(rows))])
     distance = _tree(raised).query(points, distance_upper_bound=widened(largest))[0]
     return np.sort(rows[distance < np.inf])
 
 
 def _within_box(tree: cKDTree, points: Array, limit: Array | float) -> Array:
-    """Which points have a point of the tree within a limit along every axis, as cells are boxes."""
+    """Whether each point is within a limit, along every axis, of some point of the tree."""
     largest = np.max(limit, initial=0.0)
     found = tree.query(points, p=np.inf, distance_upper_bound=widened(largest))[0]
     return np.asarray((found <= limit) & (found < np.inf))
 
 
 def _all_to_all(domain: Domain, parts: list[Array]) -> list[Array]:
-    """Send a table of rows to every rank; return those from every rank."""
+    """Send a table of rows to every rank; return the tables received from every rank."""
     rows = torch.from_numpy(np.ascontiguousarray(np.concatenate(parts))).to(domain.device)
-    came, counts = domain.route(rows, [len(p) for p in parts])
-    return np.split(came.cpu().numpy(), np.cumsum(counts)[:-1])
+    received, counts = domain.route(rows, [len(p) for p in parts])
+    return np.split(received.cpu().numpy(), np.cumsum(counts)[:-1])
 
 
 def _unpacked(cells: Array, axes: int, bits: int) -> Array:
-    """(n, axes) index along every axis, from cells that pack `bits` bits an axis."""
+    """(n, axes) index along every axis, from cells that pack `bits` bits per axis."""
     return np.asarray((cells[:, None] >> (bits * np.arange(axes)[::-1])) & ((1 << bits) - 1))
 
 

@@ -27,7 +27,7 @@ def knn_interpolate(x: Tensor, pos_x: Tensor, pos_y: Tensor, k: int = 3) -> Tens
         x: (n, …) features of the points.
         pos_x: (n, d) positions of the points.
         pos_y: (m, d) query points, sharded over the same domain with any sizes.
-        k: number of neighbors of each query; all points where there are fewer.
+        k: number of neighbors of each query; all points if there are fewer.
 
     Returns:
         (m, …) features, sharded like `pos_y`; zero if there are no points.
@@ -42,19 +42,19 @@ def knn_interpolate(x: Tensor, pos_x: Tensor, pos_y: Tensor, k: int = 3) -> Tens
 
 
 def interpolate(x: Tensor, pos_x: Tensor, pos_y: Tensor, graph: ShardGraph) -> Tensor:
-    """As `knn_interpolate`, over a given graph: for clouds that do not move.
+    """As `knn_interpolate`, with a given graph; for clouds that do not move.
 
     Communication: two exchanges (positions and features); backward one of features, and one of
     positions that require a gradient.
     """
     vectors = local_of(edge_vectors(pos_x, graph, pos_y))
     source = graph.local(x)[graph.indices]
-    kind = torch.promote_types(source.dtype, torch.float32)  # a weight of 1e16 overflows float16
+    dtype = torch.promote_types(source.dtype, torch.float32)  # a weight of 1e16 overflows float16
     vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     weights = 1 / (vectors * vectors).sum(1).clamp(min=CLOSEST)
-    weights = weights.to(kind).view(-1, *[1] * (source.ndim - 1))
+    weights = weights.to(dtype).view(-1, *[1] * (source.ndim - 1))
     sums = Incidence.of(graph).incoming
     total, weight = linear.apply(sums, source * weights), linear.apply(sums, weights)
-    out = total / weight.clamp(min=torch.finfo(kind).tiny)  # a query without neighbors: 0 / tiny
+    out = total / weight.clamp(min=torch.finfo(dtype).tiny)  # a query without neighbors: 0 / tiny
     out = out.to(source.dtype)
     return wrap(out, graph.nodes, 0) if isinstance(x, ShardTensor) else out

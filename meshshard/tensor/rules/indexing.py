@@ -1,4 +1,4 @@
-"""Rules of indexing: selected rows stay on their ranks, and the new sizes are recorded."""
+"""Rules of indexing: selected rows stay on their ranks, and the result has their new sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GET, SET = "Tensor.__getitem__", "Tensor.__setitem__"
 
 # --------------------------------------------------------------------------------------- x[index]
 def getitem(x: Any, index: Any) -> Any:
-    """x[index]: rows by slices, masks and numbers; other dims by anything.
+    """x[index]: rows by an int, a slice, a mask or row numbers; other dims by any index.
 
     A plain table indexed by sharded row numbers gives sharded rows.
     """
@@ -45,34 +45,35 @@ def getitem(x: Any, index: Any) -> Any:
             with native():
                 return wrap(x[index], index._sharding, index._dim)
         raise refuse(GET, (x, index), None, "a plain tensor is indexed by a sharded mask")
-    items = [_item(x, i) for i in (index if isinstance(index, tuple) else (index,))]
+    items = [_as_index(x, i) for i in (index if isinstance(index, tuple) else (index,))]
     if len(items) == 1 and _is_mask(items[0]) and items[0].dim() == ndim_of(x) > 1:
         return masked_select(x, items[0])
     items, row = _per_dim(x, items)
-    picked = items[row]
+    row_index = items[row]
     items[row] = ALL
-    if picked is None or (isinstance(picked, slice) and picked == ALL):
+    if row_index is None or (isinstance(row_index, slice) and row_index == ALL):
         return _other_dims(x, items)
-    if isinstance(picked, int):
+    if isinstance(row_index, int):
         items[row] = 0
-        return _one_row(x, picked)[tuple(items)]
-    if isinstance(picked, slice):
-        return _other_dims(_row_slice(x, picked), items)
+        return _one_row(x, row_index)[tuple(items)]
+    if isinstance(row_index, slice):
+        return _other_dims(_row_slice(x, row_index), items)
     if not all(i is None or isinstance(i, (int, slice)) for i in items):
         why = "the rows and another dim are indexed by tensors at once"
         raise refuse(GET, (x, index), None, why)
-    picked = torch.as_tensor(picked) if isinstance(picked, list) else picked
-    if _is_mask(picked):
-        return _other_dims(_masked_rows(x, picked), items)
-    return index_select(x, x._dim, picked)[tuple(items)]
+    row_index = torch.as_tensor(row_index) if isinstance(row_index, list) else row_index
+    if _is_mask(row_index):
+        return _other_dims(_masked_rows(x, row_index), items)
+    return index_select(x, x._dim, row_index)[tuple(items)]
 
 
-def _item(x: ShardTensor, index: Any) -> Any:
-    """One index: NumPy arrays become tensors, tensors without dims numbers."""
+def _as_index(x: ShardTensor, index: Any) -> Any:
+    """One index: a NumPy array as a tensor, a tensor without dims as an int."""
     index = torch.as_tensor(index) if type(index).__module__ == "numpy" else index
     if isinstance(index, bool) or (isinstance(index, Tensor) and index.dim() == 0):
         if isinstance(index, bool) or index.dtype == torch.bool:
-            raise refuse(GET, (x,), None, "one bool is the mask of all rows")
+            why = "a single bool adds a dim: use None, or a mask with one bool for each row"
+            raise refuse(GET, (x,), None, why)
         return int(index)
     return index
 
@@ -82,16 +83,16 @@ def _is_mask(item: Any) -> bool:
 
 
 def _per_dim(x: ShardTensor, items: list[Any]) -> tuple[list[Any], int]:
-    """One index for each dim, new dims in between; and the position of that of the sharded dim."""
+    """An index for each dim, and None for new dims; and the position of that of the sharded dim."""
     ndim = ndim_of(x)
-    taken = sum(i is not None and i is not Ellipsis for i in items)
+    n_indexed = sum(i is not None and i is not Ellipsis for i in items)
     dots = [n for n, i in enumerate(items) if i is Ellipsis]
     at = dots[0] if dots else len(items)
     rest = items[at + 1 :] if dots else []
-    items = [*items[:at], *[ALL] * (ndim - taken), *rest]
+    items = [*items[:at], *[ALL] * (ndim - n_indexed), *rest]
     real = [n for n, i in enumerate(items) if i is not None]
     if len(real) != ndim:
-        raise refuse(GET, (x,), None, "a mask over several dims, or too many indices")
+        raise refuse(GET, (x,), None, f"expected at most {ndim} indices and one '...'")
     return items, real[x._dim]
 
 
@@ -100,7 +101,8 @@ def _other_dims(x: ShardTensor, items: list[Any]) -> ShardTensor:
     if all(isinstance(i, slice) and i == ALL for i in items):
         return x
     if any(type(i) is ShardTensor for i in items):
-        raise refuse(GET, (x,), None, "another dim is indexed by a sharded tensor: torch.gather")
+        why = "a dim other than the sharded one is indexed by a sharded tensor: see torch.gather"
+        raise refuse(GET, (x,), None, why)
     if all(i is None or isinstance(i, (int, slice)) for i in items):
         real = [n for n, i in enumerate(items) if i is not None]
         dim = sum(not isinstance(i, int) for i in items[: real[x._dim]])
@@ -133,7 +135,7 @@ def _row_slice(x: ShardTensor, rows: slice) -> ShardTensor:
 
 
 def _local_slice(rows: range, first: int, n: int) -> slice:
-    """Which of the rows first:first+n are selected, as a slice of them."""
+    """The global rows of a range that are in first:first+n, as a slice of these n rows."""
     skip = max(0, -(-(first - rows.start) // rows.step))
     begin = rows.start + skip * rows.step - first
     end = min(rows.stop - first, n)
@@ -141,12 +143,12 @@ def _local_slice(rows: range, first: int, n: int) -> slice:
 
 
 def _one_row(x: ShardTensor, row: int) -> Tensor:
-    """One global row on every rank, the sharded dim kept."""
+    """One global row, replicated; the sharded dim is kept, with size 1."""
     return _rows_by_number(x, torch.tensor([_checked_row(x, row)]))
 
 
 def _checked_row(x: ShardTensor, row: int) -> int:
-    """A global row counted from the first.
+    """A row number, which may be negative, counted from the first global row.
 
     Raises:
         IndexError: the row does not exist.
@@ -158,7 +160,7 @@ def _checked_row(x: ShardTensor, row: int) -> int:
 
 
 def _rows_by_number(x: ShardTensor, rows: Tensor) -> Tensor:
-    """Global rows by number, replicated: a sum over ranks, to which each rank adds its rows."""
+    """Global rows by number, replicated: each rank fills in its rows, an all-reduce adds them."""
     sharding = x._sharding
     with native():
         local_rows = rows.to(x.device) - sharding.first
@@ -166,13 +168,13 @@ def _rows_by_number(x: ShardTensor, rows: Tensor) -> Tensor:
         local = x.index_select(x._dim, local_rows[mine])
         shape = list(x.shape)
         shape[x._dim] = len(rows)
-        numbers = local.to(torch.uint8) if x.dtype == torch.bool else local
-        whole = numbers.new_zeros(shape).index_add(x._dim, torch.nonzero(mine)[:, 0], numbers)
+        values = local.to(torch.uint8) if x.dtype == torch.bool else local
+        whole = values.new_zeros(shape).index_add(x._dim, torch.nonzero(mine)[:, 0], values)
         return sharding.domain.all_reduce(whole).to(x.dtype)
 
 
 def index_select(x: Any, dim: int, index: Any) -> Any:
-    """torch.index_select: rows by plain numbers are replicated.
+    """torch.index_select; rows selected by plain row numbers are replicated.
 
     A plain table indexed by sharded row numbers gives sharded rows.
     """
@@ -182,14 +184,16 @@ def index_select(x: Any, dim: int, index: Any) -> Any:
         return wrap(out, index._sharding, normalize_dim(dim, x.ndim))
     dim = normalize_dim(dim, ndim_of(x))
     if type(index) is ShardTensor:
-        raise refuse(torch.index_select, (x, index), None, "the row numbers are sharded")
+        raise refuse(
+            torch.index_select, (x, index), None, "the row numbers are sharded; gather them"
+        )
     if dim != x._dim:
         return apply_local(torch.index_select, x, (dim, index))
     total = x._sharding.total
     if len(index) and not (-total <= int(index.min()) and int(index.max()) < total):
         raise IndexError(f"index out of range for {total} rows")
     if index.ndim != 1:
-        why = f"row numbers of shape {tuple(index.shape)}: flatten them first"
+        why = f"expected row numbers of one dim, got shape {tuple(index.shape)}; flatten them"
         raise refuse(GET, (x,), None, why)
     return _rows_by_number(x, torch.where(index < 0, index + total, index))
 
@@ -206,7 +210,7 @@ def _masked_rows(x: ShardTensor, mask: Tensor) -> ShardTensor:
         sizes = old.domain.share(int(local_mask.sum()))
     else:
         if tuple(mask.shape) != (old.total,):
-            raise IndexError(f"the mask {tuple(mask.shape)} does not match {old.total} rows")
+            raise IndexError(f"expected a mask of shape ({old.total},), got {tuple(mask.shape)}")
         sizes = [int(part.sum()) for part in torch.split(mask, list(old.sizes))]
         local_mask = narrow_to_owned(mask, old, 0)
     with native():
@@ -244,7 +248,7 @@ def narrow(x: ShardTensor, dim: int, start: int, length: int) -> ShardTensor:
 
 
 def select(x: ShardTensor, dim: int, index: int) -> Any:
-    """torch.select; a row is replicated."""
+    """torch.select; a selected row is replicated."""
     dim = normalize_dim(dim, ndim_of(x))
     if dim == x._dim:
         return _one_row(x, index).squeeze(dim)
@@ -257,18 +261,18 @@ def setitem(x: Any, index: Any, value: Any) -> None:
     if type(x) is not ShardTensor:
         why = "a plain tensor cannot be changed in place by a sharded one"
         raise refuse(SET, (x, index, value), None, why)
-    items = [_item(x, i) for i in (index if isinstance(index, tuple) else (index,))]
-    whole = len(items) == 1 and _is_mask(items[0]) and items[0].dim() == ndim_of(x)
-    if whole and not (type(value) is ShardTensor and ndim_of(x) == 1):
+    items = [_as_index(x, i) for i in (index if isinstance(index, tuple) else (index,))]
+    full_mask = len(items) == 1 and _is_mask(items[0]) and items[0].dim() == ndim_of(x)
+    if full_mask and not (type(value) is ShardTensor and ndim_of(x) == 1):
         masked = _owned_part(items[0], x)
         with native():
-            x[masked] = _one_number(x, value)
+            x[masked] = _require_scalar(x, value)
         return
     items, row = _per_dim(x, items)
     _check_value(x, items, value)
     if type(value) is ShardTensor and _is_mask(items[row]) and items[row].dim() == 1:
         ndim = ndim_of(x) - sum(isinstance(i, int) for i in items)
-        items[row] = _mask_for(x, _owned_part(items[row], x), value, ndim)
+        items[row] = _checked_mask(x, _owned_part(items[row], x), value, ndim)
     else:
         items[row], value = _local_target(x, items[row], value)
     with native():
@@ -294,8 +298,8 @@ def _check_value(x: ShardTensor, items: list[Any], value: Any) -> None:
         )
 
 
-def _mask_for(x: ShardTensor, mask: Tensor, value: ShardTensor, ndim: int) -> Tensor:
-    """The local mask, after a check that it selects as many rows as the value has on each rank.
+def _checked_mask(x: ShardTensor, mask: Tensor, value: ShardTensor, ndim: int) -> Tensor:
+    """The local mask; raise unless it selects as many rows as the value has on each rank.
 
     Communication: one gather of objects.
     """
@@ -305,30 +309,30 @@ def _mask_for(x: ShardTensor, mask: Tensor, value: ShardTensor, ndim: int) -> Te
     sizes = x._sharding.domain.share(int(local_mask.sum()))
     same = sharding.domain.group == x._sharding.domain.group and sharding.sizes == tuple(sizes)
     if not same or x._dim != 0 or value._dim != 0 or ndim_of(value) != ndim:
-        why = f"the mask selects {sizes} rows: expected a value with these sizes and {ndim} dims"
+        why = f"the mask selects {sizes} rows; expected a value of {ndim} dims with these sizes"
         raise refuse(SET, (x, value), None, why)
     return local_mask
 
 
-def _local_target(x: ShardTensor, picked: Any, value: Any) -> tuple[Any, Any]:
-    """Which owned rows are set, and this rank's part of the value."""
-    if isinstance(picked, slice):
-        whole = picked == ALL
-        part = x if whole else _row_slice(x, picked)
+def _local_target(x: ShardTensor, row_index: Any, value: Any) -> tuple[Any, Any]:
+    """The owned rows to set, and this rank's part of the value."""
+    if isinstance(row_index, slice):
+        whole = row_index == ALL
+        part = x if whole else _row_slice(x, row_index)
         value = _owned_part(value, part) if isinstance(value, Tensor) else value
-        rows = range(*picked.indices(x._sharding.total))
+        rows = range(*row_index.indices(x._sharding.total))
         return (ALL if whole else _local_slice(rows, x._sharding.first, x._sharding.own)), value
-    value = _one_number(x, value)
-    if isinstance(picked, int):
-        row = _checked_row(x, picked) - x._sharding.first
+    value = _require_scalar(x, value)
+    if isinstance(row_index, int):
+        row = _checked_row(x, row_index) - x._sharding.first
         return slice(row, row + 1) if 0 <= row < x._sharding.own else slice(0, 0), value
-    if _is_mask(picked) and picked.dim() == 1:
-        return _owned_part(picked, x), value
-    raise refuse(SET, (x,), None, "rows are set by their numbers: use a slice or a mask")
+    if _is_mask(row_index) and row_index.dim() == 1:
+        return _owned_part(row_index, x), value
+    raise refuse(SET, (x,), None, "rows cannot be set by row numbers: use a slice or a mask")
 
 
 def _owned_part(value: Tensor, x: ShardTensor) -> Tensor:
-    """This rank's part of a value or mask."""
+    """This rank's part of a value or a mask, which may be plain or sharded."""
     if type(value) is ShardTensor:
         require_same_sharding(SET, (x, value))
         return value
@@ -340,9 +344,9 @@ def _owned_part(value: Tensor, x: ShardTensor) -> Tensor:
     return value
 
 
-def _one_number(x: ShardTensor, value: Any) -> Any:
+def _require_scalar(x: ShardTensor, value: Any) -> Any:
     if type(value) is ShardTensor or (isinstance(value, Tensor) and value.numel() != 1):
-        raise refuse(SET, (x, value), None, "selected rows can be set to one number only")
+        raise refuse(SET, (x, value), None, "selected elements can only be set to one number")
     return value
 
 
@@ -370,7 +374,7 @@ def take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
     (x, indices), first, back = align_broadcast(torch.take_along_dim, (x, indices))
     at, ndim = ndim_of(first) - back, ndim_of(x)
     if dim is None or ndim != ndim_of(indices) or normalize_dim(dim, ndim) == at:
-        why = "give a dim other than the sharded one, and tensors with equally many dims"
+        why = "expected a dim other than the sharded one, and tensors with the same number of dims"
         raise refuse(torch.take_along_dim, (x, indices), None, why)
     with native():
         return wrap(torch.take_along_dim(x, indices, dim), first._sharding, at)

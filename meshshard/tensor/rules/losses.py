@@ -1,4 +1,4 @@
-"""Rules of losses: terms by row, then the global sum, or that over the global count."""
+"""Rules of losses: local terms, then their global sum or mean."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshshard.tensor.tokens import accumulation_dtype
 
 
 def _elementwise(func: Callable[..., Any]) -> Rule:
-    """The rule of a loss whose terms are pointwise."""
+    """The rule of a loss with one term for each element."""
     names = list(signature(func).parameters)
 
     def _rule(*args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ def _variances(x: Tensor, var: Any) -> Any:
 
 
 def _pop_reduction(given: dict[str, Any]) -> str:
-    """The reduction, also if it is given by its deprecated arguments; they are removed."""
+    """Remove and return the reduction, which may be given by its deprecated arguments."""
     size_average, reduce = given.pop("size_average", None), given.pop("reduce", None)
     reduction = given.pop("reduction", "mean")
     if size_average is not None or reduce is not None:
@@ -69,7 +69,7 @@ def _reduced(terms: ShardTensor, reduction: str) -> Any:
 
 
 def _rowwise(func: Callable[..., Any]) -> Rule:
-    """The rule of a loss with one term for each row, which is a vector."""
+    """The rule of a loss of row vectors, with one term for each row."""
     names = list(signature(func).parameters)
 
     def _rule(*args: Any, **kwargs: Any) -> Any:
@@ -104,15 +104,15 @@ _l1_loss = _elementwise(F.l1_loss)
 
 
 def l1_loss(*args: Any, **kwargs: Any) -> Any:
-    """F.l1_loss; refused with a weight, which torch does not pass on."""
+    """F.l1_loss; refused with a weight, which torch does not pass to `__torch_function__`."""
     if l1_loss_weight() is not None:
-        why = "torch ignores its weight: write ((x - y).abs() * weight).sum() / weight.sum()"
+        why = "torch drops the weight: write ((x - y).abs() * weight).sum() / weight.sum()"
         raise refuse(F.l1_loss, args, None, why)
     return _l1_loss(*args, **kwargs)
 
 
-def _classes(func: Callable[..., Any]) -> Rule:
-    """The rule of cross entropy and negative log likelihood: a mean over class weights."""
+def _classification(func: Callable[..., Any]) -> Rule:
+    """The rule of cross entropy and negative log likelihood; class weights also weight the mean."""
     names = list(signature(func).parameters)
 
     def _rule(*args: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ def _classes(func: Callable[..., Any]) -> Rule:
         if ndim_of(x) < 2 or (type(x) is ShardTensor and first._dim == 1):
             raise refuse(func, (x, target), None, "the classes are sharded")
         indices = not target.is_floating_point()  # class indices, else probabilities
-        x, target, dim = _owned_classes(x, target, first, indices)
+        x, target, dim = _owned_rows(x, target, first, indices)
         with native():
             terms = func(x, target, **given, reduction="none")
             weights = _class_weights(target, given) if indices else None
@@ -138,7 +138,7 @@ def _classes(func: Callable[..., Any]) -> Rule:
     return _rule
 
 
-def _owned_classes(
+def _owned_rows(
     x: Any, target: Any, first: ShardTensor, indices: bool
 ) -> tuple[Tensor, Tensor, int]:
     """Owned rows of input and target, and the sharded dim of the input."""
@@ -182,6 +182,6 @@ RULES: dict[Any, Rule] = {
     **{f: _elementwise(f) for n in ELEMENTWISE.split() if (f := getattr(F, n, None))},
     **{f: _rowwise(f) for n in ROWWISE.split() if (f := getattr(F, n, None))},
     F.l1_loss: l1_loss,
-    F.cross_entropy: _classes(F.cross_entropy),
-    F.nll_loss: _classes(F.nll_loss),
+    F.cross_entropy: _classification(F.cross_entropy),
+    F.nll_loss: _classification(F.nll_loss),
 }

@@ -28,20 +28,20 @@ def _contract(
 ) -> Any:  # fmt: skip
     """A multilinear operation whose dims have labels, as in einsum.
 
-    Plain operands are narrowed to owned rows along the sharded label. If the result has the label
-    it is sharded there; else the local products are partial sums, which are added over the ranks.
+    Plain operands are narrowed to owned rows along the label of the sharded dim. If the result has
+    this label, it is sharded there; else the local products are added over the ranks.
     """
     first = require_same_sharding(func, operands)
     sharding = first._sharding
     pairs = list(zip(operands, labels, strict=True))
-    names = {lab[x._dim] for x, lab in pairs if type(x) is ShardTensor}
-    if len(names) != 1 or any(lab.count(next(iter(names))) > 1 for lab in labels):
+    names = {label[x._dim] for x, label in pairs if type(x) is ShardTensor}
+    if len(names) != 1 or any(label.count(next(iter(names))) > 1 for label in labels):
         raise refuse(func, operands, None, ALL_PAIRS)
     name = names.pop()
     parts = []
-    for x, lab in pairs:
-        if type(x) is not ShardTensor and name in lab:
-            at = lab.index(name)
+    for x, label in pairs:
+        if type(x) is not ShardTensor and name in label:
+            at = label.index(name)
             if x.shape[at] not in (1, sharding.total):
                 why = f"a plain tensor has {x.shape[at]} rows, expected 1 or {sharding.total}"
                 raise refuse(func, operands, None, why)
@@ -55,7 +55,7 @@ def _contract(
 
 
 def matmul(a: Tensor, b: Tensor) -> Any:
-    """torch.matmul of matrices, batches of them and vectors."""
+    """torch.matmul of vectors, matrices and batches of matrices."""
     na, nb = ndim_of(a), ndim_of(b)
     batch = LETTERS[: max(na, nb) - 2]
     left = "k" if na == 1 else batch[len(batch) - (na - 2) :] + "mk"
@@ -70,7 +70,7 @@ def rmatmul(b: Tensor, a: Tensor) -> Any:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """F.linear, row-wise; if features are sharded, partial sums are added, then the bias."""
+    """F.linear; if the features are sharded, partial products are all-reduced before the bias."""
     ndim = ndim_of(x)
     if type(x) is ShardTensor and type(weight) is not ShardTensor and x._dim < ndim - 1:
         return apply_local(F.linear, x, (weight, bias))
@@ -92,7 +92,7 @@ def bilinear(x: Any, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> A
 def einsum(*args: Any) -> Any:
     """torch.einsum: the label of the sharded dim is kept or contracted."""
     if not isinstance(args[0], str):
-        raise refuse(torch.einsum, args, None, "give the equation as a string")
+        raise refuse(torch.einsum, args, None, "pass the equation as a string")
     equation, operands = args[0].replace(" ", ""), args[1:]
     operands = tuple(operands[0]) if isinstance(operands[0], (list, tuple)) else operands
     inputs, arrow, out = equation.partition("->")
@@ -102,8 +102,8 @@ def einsum(*args: Any) -> Any:
     elif not arrow:
         every = "".join(labels)
         out = "".join(sorted(c for c in set(every) if every.count(c) == 1))
-    spelled = ",".join(labels) + "->" + out
-    return _contract(torch.einsum, operands, labels, out, lambda *x: torch.einsum(spelled, *x))
+    explicit = ",".join(labels) + "->" + out
+    return _contract(torch.einsum, operands, labels, out, lambda *x: torch.einsum(explicit, *x))
 
 
 def _expand_dots(
@@ -112,15 +112,15 @@ def _expand_dots(
     """The labels with "..." replaced by unused capital letters, aligned from the right."""
     most = 0
     n_dotted = []
-    for lab, x in zip(labels, operands, strict=True):
-        n = ndim_of(x) - len(lab.replace("...", ""))
-        most = max(most, n if "..." in lab else 0)
+    for label, x in zip(labels, operands, strict=True):
+        n = ndim_of(x) - len(label.replace("...", ""))
+        most = max(most, n if "..." in label else 0)
         n_dotted.append(n)
     used = set("".join(labels))
     free = [c for c in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in used][:most]
     expanded = [
-        lab.replace("...", "".join(free[most - n :]))
-        for lab, n in zip(labels, n_dotted, strict=True)
+        label.replace("...", "".join(free[most - n :]))
+        for label, n in zip(labels, n_dotted, strict=True)
     ]
     if not arrow:
         every = "".join(labels).replace(".", "")
@@ -136,7 +136,10 @@ def _labeled(func: Callable[..., Any], left: str, right: str, out: str) -> Rule:
 
 
 def _added(product: Callable[..., Any]) -> Rule:
-    """The rule of addmm and the like: beta * x + alpha * product(a, b); NaN of x count if beta."""
+    """The rule of addmm, addmv and baddbmm: beta * x + alpha * product(a, b).
+
+    With beta = 0 the values of x are ignored, NaN included.
+    """
 
     def _rule(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
         if x.dtype in INTEGERS:  # torch truncates
@@ -164,11 +167,11 @@ def _cross(func: Callable[..., Any]) -> Rule:
     """The rule of cross products. `torch.cross` without a dim uses the first dim of size 3."""
 
     def _rule(a: Tensor, b: Tensor, dim: int | None = None) -> Any:
-        first_of_three = dim is None and func is not torch.linalg.cross and 3 in a.shape
-        dim = a.shape.index(3) if first_of_three else -1 if dim is None else dim
+        use_first_of_size_3 = dim is None and func is not torch.linalg.cross and 3 in a.shape
+        dim = a.shape.index(3) if use_first_of_size_3 else -1 if dim is None else dim
         back = a.ndim - dim if dim >= 0 else -dim
         if any(ndim_of(x) - x._dim == back for x in (a, b) if type(x) is ShardTensor):
-            raise refuse(func, (a, b), None, "the components are along the sharded dim")
+            raise refuse(func, (a, b), None, "the vector components are along the sharded dim")
         return _pointwise_cross(a, b, dim=-back)
 
     return _rule

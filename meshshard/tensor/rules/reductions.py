@@ -28,7 +28,7 @@ Dims = int | tuple[int, ...] | list[int] | None
 
 
 def _dims(x: Sharded, dim: Dims) -> tuple[int, ...]:
-    """Dims from the left; all for None and for an empty list, as in torch."""
+    """Nonnegative dims; all dims for None or an empty tuple, as in torch."""
     ndim = ndim_of(x)
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return tuple(range(ndim))
@@ -65,7 +65,7 @@ def total(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = N
 def _global_sum(
     x: Sharded, dims: tuple[int, ...], keepdim: bool, dtype: Any, count: int | None = None
 ) -> Any:
-    """The sum over all ranks, divided by a count; half precision is accumulated in float32."""
+    """The sum over all ranks, divided by `count` if given; half precision is added in float32."""
     with native():
         kept = dtype or x.dtype
         wide = accumulation_dtype(kept) if kept in HALF else dtype
@@ -101,7 +101,7 @@ def nanmean(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any =
 
 
 def amax(x: Sharded, dim: Dims = (), keepdim: bool = False) -> Any:
-    """Largest values; all global ties share the gradient."""
+    """Largest values; ties share the gradient, also across ranks."""
     dims = _dims(x, dim)
     if x._dim not in dims:
         return _local(torch.amax, x, dims, keepdim)
@@ -112,37 +112,37 @@ def amax(x: Sharded, dim: Dims = (), keepdim: bool = False) -> Any:
 
 
 def amin(x: Sharded, dim: Dims = (), keepdim: bool = False) -> Any:
-    """Smallest values; all global ties share the gradient."""
-    return _reversed(amax(_reversed(x), dim, keepdim))
+    """Smallest values; ties share the gradient, also across ranks."""
+    return _opposite_order(amax(_opposite_order(x), dim, keepdim))
 
 
-def _reversed(x: Any) -> Any:
-    """Numbers in reversed order: the negative, or the complement of integers (no overflow)."""
+def _opposite_order(x: Any) -> Any:
+    """Values that sort the other way: the negative, or ~x of integers, which cannot overflow."""
     return -x if x.is_floating_point() else ~x
 
 
 def maximum(x: Sharded, dim: Any = None, keepdim: bool = False) -> Any:
-    """Largest value of all; with a dim, values and their lowest global indices."""
+    """torch.max; with a dim, ties give the lowest global index."""
     if dim is None:
         return amax(x)
     if isinstance(dim, Tensor):
         return torch.maximum(x, dim)
-    return _extreme(torch.max, x, dim, keepdim)
+    return _max_or_min(torch.max, x, dim, keepdim)
 
 
 def minimum(x: Sharded, dim: Any = None, keepdim: bool = False) -> Any:
-    """Smallest value of all; with a dim, values and their lowest global indices."""
+    """torch.min; with a dim, ties give the lowest global index."""
     if dim is None:
         return amin(x)
     if isinstance(dim, Tensor):
         return torch.minimum(x, dim)
-    return _extreme(torch.min, x, dim, keepdim)
+    return _max_or_min(torch.min, x, dim, keepdim)
 
 
-def _extreme(func: Callable[..., Any], x: Sharded, dim: int, keepdim: bool) -> Any:
+def _max_or_min(func: Callable[..., Any], x: Sharded, dim: int, keepdim: bool) -> Any:
     result = torch.return_types.max if func is torch.max else torch.return_types.min
     if x.dtype == torch.bool:
-        values, indices = _extreme(func, x.to(torch.uint8), dim, keepdim)
+        values, indices = _max_or_min(func, x.to(torch.uint8), dim, keepdim)
         return result((values.to(torch.bool), indices))
     dim = normalize_dim(dim, ndim_of(x))
     if dim != x._dim:
@@ -150,14 +150,14 @@ def _extreme(func: Callable[..., Any], x: Sharded, dim: int, keepdim: bool) -> A
             values, indices = func(x, dim, keepdim=keepdim)
         at = _remaining_dim(x, (dim,), keepdim)
         return result((wrap(values, x._sharding, at), wrap(indices, x._sharding, at)))
-    indices = _index_of_largest(x if func is torch.max else _reversed(x), dim)
+    indices = _index_of_largest(x if func is torch.max else _opposite_order(x), dim)
     with native():
         mine = (indices >= x._sharding.first) & (indices < x._sharding.first + x._sharding.own)
         local = torch.where(mine, indices - x._sharding.first, 0)
         if x._sharding.own:
             value = torch.where(mine, torch.gather(x, dim, local), 0)
         else:
-            value = x.sum(dim, keepdim=True, dtype=x.dtype)
+            value = x.sum(dim, keepdim=True, dtype=x.dtype)  # zeros that are part of the graph
         values = x._sharding.domain.all_reduce(value)
     if not keepdim:
         values, indices = values.squeeze(dim), indices.squeeze(dim)
@@ -177,7 +177,7 @@ def _index_of_largest(x: Sharded, dim: int) -> Tensor:
 
 
 def _lowest_index(x: Sharded, values: Tensor, index: Tensor, missing: int, dim: int) -> Tensor:
-    """Lowest index, over all ranks, of the largest local value or of a NaN; the dim is kept."""
+    """Lowest index of the global maximum or of a NaN, else `missing`; the dim is kept."""
     domain = x._sharding.domain
     hit = (values == largest(domain, values, (dim,), True)) | torch.isnan(values)
     return -largest(domain, -torch.where(hit, index, missing), (dim,), True)
@@ -186,7 +186,7 @@ def _lowest_index(x: Sharded, values: Tensor, index: Tensor, missing: int, dim: 
 def argmax(x: Sharded, dim: int | None = None, keepdim: bool = False) -> Any:
     """Lowest global index of the largest value."""
     if dim is not None:
-        return _extreme(torch.max, x, dim, keepdim)[1]
+        return _max_or_min(torch.max, x, dim, keepdim)[1]
     if x._dim != 0:
         raise refuse(torch.argmax, (x,), None, "without a dim, the sharded dim must be the first")
     width, missing = _count(x, tuple(range(1, ndim_of(x)))), global_shape(x).numel()
@@ -201,16 +201,16 @@ def argmax(x: Sharded, dim: int | None = None, keepdim: bool = False) -> Any:
 
 def argmin(x: Sharded, dim: int | None = None, keepdim: bool = False) -> Any:
     """Lowest global index of the smallest value."""
-    return argmax(_reversed(x), dim, keepdim)
+    return argmax(_opposite_order(x), dim, keepdim)
 
 
 def any_of(x: Sharded, dim: Dims = None, keepdim: bool = False) -> Any:
-    """Whether any is true."""
+    """Whether any element is not zero."""
     return count_nonzero(x, dim, keepdim) > 0
 
 
 def all_of(x: Sharded, dim: Dims = None, keepdim: bool = False) -> Any:
-    """Whether all are true."""
+    """Whether all elements are not zero."""
     return total(x == 0, dim, keepdim, dtype=torch.int64) == 0
 
 
@@ -244,12 +244,12 @@ def std(x: Sharded, *args: Any, **kwargs: Any) -> Any:
 
 
 def _and_mean(func: Callable[..., Any]) -> Rule:
-    """var_mean and std_mean: a measure of spread, and the mean."""
+    """The rule of var_mean and std_mean."""
 
     def _rule(x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         keepdim = bool(kwargs.get("keepdim", len(args) > 1 and args[1]))
-        middle = mean(x, None if isinstance(dim, bool) else dim, keepdim)
-        return func(x, dim, *args, **kwargs), middle
+        average = mean(x, None if isinstance(dim, bool) else dim, keepdim)
+        return func(x, dim, *args, **kwargs), average
 
     return _rule
 
@@ -258,9 +258,11 @@ def vector_norm(
     x: Sharded, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None,  # noqa: A002
     out: Any = None,
 ) -> Any:  # fmt: skip
-    """Norm of vectors: local norms, then the norm of these."""
+    """Vector norm: the norm of the local norms."""
     if out is not None:
-        raise refuse(torch.linalg.vector_norm, (x,), None, "out= is given; assign the result")
+        raise refuse(
+            torch.linalg.vector_norm, (x,), None, "out= is not supported; assign the result"
+        )
     dims = _dims(x, dim)
     if x._dim not in dims:
         at = _remaining_dim(x, dims, keepdim)
@@ -272,7 +274,7 @@ def vector_norm(
     if ord == 0:
         return total((x != 0).to(dtype or x.dtype), dims, keepdim)
     with native():
-        if ord < 0 and not x._sharding.own:  # infinite, but torch raises on an empty tensor
+        if ord < 0 and not x._sharding.own:  # it is infinite, but torch raises on an empty tensor
             local = torch.linalg.vector_norm(x, 2, dims, keepdim, dtype=dtype) + math.inf
         else:
             local = torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype)
@@ -285,9 +287,9 @@ def norm(
     x: Sharded, p: Any = "fro", dim: Dims = None, keepdim: bool = False, *args: Any,
     dtype: Any = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """torch.norm and Tensor.norm: the Frobenius and the vector norms."""
+    """torch.norm and Tensor.norm: Frobenius and vector norms."""
     if p == "nuc" or kwargs.get("out") is not None:
-        why = "the nuclear norm couples all rows" if p == "nuc" else "out= is given"
+        why = "the nuclear norm couples all rows" if p == "nuc" else "out= is not supported"
         raise refuse(torch.norm, (x,), None, why)
     return vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
@@ -305,18 +307,19 @@ def logsumexp(x: Sharded, dim: Dims, keepdim: bool = False) -> Any:
 
 
 def _finite_max(x: Sharded, dims: tuple[int, ...]) -> Tensor:
+    """Global maximum without gradient, zero where it is infinite or NaN."""
     top: Tensor = amax(x.detach(), dims, True)
     return torch.where(torch.isfinite(top), top, torch.zeros_like(top))
 
 
 def _softmax(func: Callable[..., Any], sign: int = 1) -> Rule:
-    """Softmax or its logarithm over any dim; over the sharded one by two all-reduces."""
+    """The rule of softmax, softmin (sign -1) or log_softmax; two all-reduces along sharded rows."""
 
     def _rule(x: Sharded, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
         dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
         x = x if sign == 1 else -x
         if dim is None:
-            raise refuse(func, (x,), None, "give the dim")
+            raise refuse(func, (x,), None, "pass dim=")
         dim = normalize_dim(dim, ndim_of(x))
         if dim != x._dim:
             return apply_local(func, x, (dim,), {"dtype": dtype})

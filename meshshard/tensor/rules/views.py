@@ -1,4 +1,4 @@
-"""Rules of shapes: the sharded dim is followed to its new place; rows may be joined or split."""
+"""Rules of shapes: each finds the new place of the sharded dim, which may be merged or split."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from meshshard.tensor.shard_tensor import (
 from meshshard.tensor.sharding import Sharding
 
 DTENSOR = (
-    "tensor parallelism needs owned rows: by_own_rows(parallelize_module(module, ...)), if the "
-    "module treats rows independently"
+    "tensor parallelism computes on owned rows: if the module treats rows independently, use "
+    "by_own_rows(parallelize_module(module, ...))"
 )
-MARK = 7919  # a size that no other dim has, by which the sharded dim is found in a result
+MARK = 7919  # size of the sharded dim of a meta tensor, which no other dim has
 
 
 def apply_and_follow(
     func: Callable[..., Any], x: ShardTensor, args: Any, kwargs: Any
 ) -> ShardTensor:
-    """A function that moves dims; a tensor without data shows where the sharded dim goes."""
+    """Call a function that moves dims; a call on a meta tensor finds the new sharded dim."""
     with native():
         shape = [MARK if d == x._dim else 2 for d in range(x.ndim)]
         moved = func(torch.empty(shape, device="meta"), *args, **kwargs).shape
@@ -59,11 +59,13 @@ def _moving(func: Callable[..., Any]) -> Rule:
 
 
 def reshape(x: ShardTensor, *shape: Any, **kwargs: Any) -> ShardTensor:
-    """torch.reshape; rows may be joined with the dims after them, or split."""
+    """torch.reshape; the sharded dim may be merged with the dims after it, or split."""
     wanted = kwargs.get("shape", kwargs.get("size", shape))
     if len(wanted) == 1 and isinstance(wanted[0], torch.dtype):
         if wanted[0].itemsize != x.element_size() and x._dim == ndim_of(x) - 1:
-            why = f"{wanted[0]} has another size, which changes the sharded dim"
+            why = (
+                f"{wanted[0]} has another itemsize, which would change the size of the sharded dim"
+            )
             raise refuse("view", (x,), None, why)
         return apply_local(Tensor.view, x, (wanted[0],))
     wanted = wanted[0] if len(wanted) == 1 and not isinstance(wanted[0], int) else wanted
@@ -128,7 +130,7 @@ def contiguous(x: ShardTensor, **options: Any) -> ShardTensor:
 
 
 def _row_dim(x: ShardTensor, wanted: list[int]) -> tuple[int, Sharding]:
-    """The dim of the wanted shape that holds the rows, and how they are divided there."""
+    """The sharded dim of the wanted shape, and its sharding."""
     whole, old = global_shape(x), x._sharding
     before = math.prod(whole[: x._dim])
     candidates = [d for d in range(len(wanted)) if math.prod(wanted[:d]) == before]
@@ -143,16 +145,21 @@ def _row_dim(x: ShardTensor, wanted: list[int]) -> tuple[int, Sharding]:
             each = rows // new
             if not any(n % each for n in old.sizes):
                 return d, Sharding(old.domain, [n // each for n in old.sizes])
-    why = f"no dim of {tuple(wanted)} consists of whole rows of each rank"
+    why = f"rows would be split between ranks: no dim of {tuple(wanted)} can be sharded"
     raise refuse("reshape", (x,), None, why)
 
 
 def view_as(x: Any, other: Tensor) -> Any:
-    """The shape of another tensor."""
+    """Tensor.view_as: a view with the shape of another tensor."""
     if x is other and called_by_dtensor():
         raise refuse("DTensor", (x,), None, DTENSOR)
     if type(x) is not ShardTensor:
-        raise refuse("view_as", (x, other), None, "a plain tensor would get a sharded shape")
+        raise refuse(
+            "view_as",
+            (x, other),
+            None,
+            "a plain tensor cannot be viewed with the shape of a sharded one",
+        )
     return _reshaped(x, list(_shape_of(other)))
 
 
@@ -180,11 +187,12 @@ def squeeze(x: ShardTensor, dim: Any = None) -> ShardTensor:
     """Remove dims whose global size is one, other than the sharded one."""
     shape = global_shape(x)
     dims = range(len(shape)) if dim is None else (dim if isinstance(dim, (tuple, list)) else (dim,))
-    gone = {d for d in (normalize_dim(d, len(shape)) for d in dims) if shape[d] == 1}
-    if x._dim in gone:
-        raise refuse("squeeze", (x,), None, "the sharded dim has one row; index it: x[0]")
+    removed = {d for d in (normalize_dim(d, len(shape)) for d in dims) if shape[d] == 1}
+    if x._dim in removed:
+        why = f"the sharded dim has size 1: remove it with x.select({x._dim}, 0)"
+        raise refuse("squeeze", (x,), None, why)
     return apply_local(
-        Tensor.squeeze, x, (tuple(gone),), dim=x._dim - sum(d < x._dim for d in gone)
+        Tensor.squeeze, x, (tuple(removed),), dim=x._dim - sum(d < x._dim for d in removed)
     )
 
 
@@ -216,12 +224,15 @@ def repeat(x: ShardTensor, *sizes: Any) -> ShardTensor:
     times = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
     more = len(times) - ndim_of(x)
     if more < 0 or times[x._dim + more] != 1:
-        raise refuse("repeat", (x,), None, "it repeats the sharded dim")
+        raise refuse("repeat", (x,), None, "it repeats rows along the sharded dim")
     return apply_local(Tensor.repeat, x, (times,), dim=x._dim + more)
 
 
 def _along_other_dims(func: Callable[..., Any], at: int = 1, name: str = "dims") -> Rule:
-    """The rule of a function along some dims, which must not include the sharded one."""
+    """The rule of a function along some dims, which must not include the sharded one.
+
+    The dims are its argument number `at` (the tensor is 0), or its keyword argument `name`.
+    """
 
     def _rule(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
         dims = kwargs.get(name, kwargs.get("dim", args[at - 1] if len(args) >= at else None))
@@ -237,7 +248,7 @@ def _along_other_dims(func: Callable[..., Any], at: int = 1, name: str = "dims")
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Any:
-    """torch.cat: along other dims row by row, along the sharded dim in the order given."""
+    """torch.cat; along the sharded dim, rows move between ranks to keep the order of torch."""
     dim = kwargs.get("axis", dim)
     tensors = [x for x in tensors if _shape_of(x) != (0,)] or tensors  # torch ignores them
     if not sharded_in(tensors):
@@ -265,44 +276,47 @@ def _require_same_shape(tensors: Sequence[Tensor], dim: int) -> None:
 
 
 def _owned_part(x: Tensor, first: ShardTensor) -> Tensor:
-    """Owned rows of one of the tensors to be joined."""
+    """Owned rows of one argument of `torch.cat` or `torch.stack`."""
     if type(x) is ShardTensor:
         if x._dim != first._dim:
-            raise refuse(torch.cat, (x, first), None, "they are sharded along different dims")
+            raise refuse(
+                torch.cat, (x, first), None, "the tensors are sharded along different dims"
+            )
         return x
     if x.shape[first._dim] != first._sharding.total:
-        raise refuse(torch.cat, (first,), None, f"a plain tensor has shape {tuple(x.shape)}")
+        why = f"a plain tensor of shape {tuple(x.shape)} has another number of rows"
+        raise refuse(torch.cat, (first,), None, why)
     return narrow_to_owned(x, first._sharding, first._dim)
 
 
 def _cat_rows(tensors: Sequence[Tensor], dim: int) -> Any:
-    """Rows of all tensors, one tensor after the other; the sizes of each rank are added.
+    """torch.cat along the sharded dim; a rank owns as many rows as of all tensors together.
 
-    Rows move between ranks, so that the result is in the order of torch.cat. Plain rows, for
-    example a class token before the points, go to one rank.
+    Rows move between ranks, so that the result has the order of torch.cat. Rows of a plain tensor,
+    for example a class token before the points, count as rows of one rank.
     """
     found = sharded_in(tensors)
     if any(x._dim != dim for x in found):
-        raise refuse(torch.cat, (tensors,), None, "they are sharded along different dims")
+        raise refuse(torch.cat, (tensors,), None, "the tensors are sharded along different dims")
     domain = found[0]._sharding.domain
     found = _with_plain_rows(tensors, domain, dim)
     old = [x._sharding for x in found]
     sizes = [sum(s.sizes[r] for s in old) for r in range(domain.size)]
-    known = any(s.origin is not None for s in old)
+    has_origin = any(s.origin is not None for s in old)
     parts, origins, start = [], [], 0
     for x, s in zip(found, old, strict=True):
         wanted = _rows_between(sizes, start, start + s.total)
         rows = domain.redistribute(x.to_local().movedim(dim, 0), s.sizes, wanted)
         parts.append(rows.movedim(0, dim))
-        if known:
+        if has_origin:
             origins.append(domain.redistribute(s.sources(domain.device) + start, s.sizes, wanted))
         start += s.total
-    origin = torch.cat(origins) if known else None
+    origin = torch.cat(origins) if has_origin else None
     return wrap(torch.cat(parts, dim), Sharding(domain, sizes, origin), dim)
 
 
 def _with_plain_rows(tensors: Sequence[Tensor], domain: Domain, dim: int) -> list[ShardTensor]:
-    """Plain tensors as rows of the first rank if they come first, else of the last."""
+    """Shard plain tensors: all rows on the first rank if they come first, else on the last."""
     out: list[ShardTensor] = []
     for x in tensors:
         if type(x) is not ShardTensor:
@@ -332,9 +346,9 @@ def stack(tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> Any:
 
 
 def split(x: ShardTensor, split_size: Any, dim: int = 0) -> tuple[Any, ...]:
-    """torch.split; along the sharded dim each piece is sharded by the rows that it has."""
+    """torch.split; along the sharded dim, rows stay on their ranks."""
     if isinstance(split_size, Tensor):
-        raise refuse(torch.split, (x, split_size), None, "the sizes are a tensor")
+        raise refuse(torch.split, (x, split_size), None, "the split sizes are a tensor; pass ints")
     dim = normalize_dim(dim, ndim_of(x))
     total = global_shape(x)[dim]
     if isinstance(split_size, int):
