@@ -185,8 +185,8 @@ def _require_no_bipartite_loops(conv: Any, graph: ShardGraph, name: str) -> None
     if is_bipartite(graph) and getattr(conv, "add_self_loops", None) is True:
         why = (
             "in a bipartite graph it adds loops between rows of the same number, which different "
-            "ranks may own; pass add_self_loops=False and, if you want these loops, add them before "
-            "ShardGraph.from_edge_index"
+            "ranks may own; pass add_self_loops=False and, if you want these loops, add them to "
+            "the edge_index given to ShardGraph.from_edge_index"
         )
         raise refuse(f"{name}(add_self_loops=True)", (), None, why)
 

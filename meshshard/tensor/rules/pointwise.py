@@ -16,8 +16,8 @@ from meshshard.tensor.rules.table import HOMES, functions_named, rowwise
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, wrap
 
 UNTAGGED = """
-absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh complex conj copy divide expit fill fix
-floor_divide gammainc gammaincc gammaln greater greater_equal hardswish isclose isreal less
+absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh complex conj copy divide expit fill
+fix floor_divide gammainc gammaincc gammaln greater greater_equal hardswish isclose isreal less
 less_equal logsigmoid multigammaln multiply ndtr negative not_equal polar psi real resolve_conj
 resolve_neg softsign subtract tanhshrink
 """  # aliases and compositions, which torch does not tag as pointwise
@@ -145,8 +145,8 @@ def view_as_complex(x: ShardTensor) -> ShardTensor:
 
 
 RULES: dict[Any, Rule] = {
-    Tensor.real.__get__: real_part,
-    Tensor.imag.__get__: imaginary_part,
+    Tensor.real.__get__: real_part,  # type: ignore[attr-defined]
+    Tensor.imag.__get__: imaginary_part,  # type: ignore[attr-defined]
     torch.imag: imaginary_part,
     torch.view_as_real: lambda x: apply_local(torch.view_as_real, x),
     torch.view_as_complex: view_as_complex,
