@@ -1,4 +1,4 @@
-"""Atomic writes: a file or folder appears under its name complete, or not at all."""
+"""Atomic writes: a file or folder appears under its final name only when it is complete."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def report_write_errors(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Context manager: yield a temporary name beside `path`, rename it to `path` at the end.
+    """Context manager: yield a temporary path next to `path`, and rename it to `path` at the end.
 
     After an exception the temporary file is removed and `path` is left as it was.
     """
     token = f"{threading.get_ident()}.{os.getpid()}"
-    part = path.with_name(f".{path.name[:40]}.{token}.writing")
+    temporary = path.with_name(f".{path.name[:40]}.{token}.writing")
     try:
-        yield part
-        part.replace(path)
+        yield temporary
+        temporary.replace(path)
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def atomic_folder(target: Path, *, force: bool) -> Iterator[Path]:
-    """Context manager: yield a new temporary folder beside `target`, rename it at the end.
+    """Context manager: yield a temporary folder next to `target`, and rename it at the end.
 
     After an exception the temporary folder is removed and `target` is left as it was.
 
@@ -62,7 +62,7 @@ def atomic_folder(target: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         StoreError: it cannot be written, or `target` exists and `force` is False.
     """
-    folder = _beside(target, "writing")
+    folder = _hidden_path(target, "writing")
     with report_write_errors(target):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def atomic_folder(target: Path, *, force: bool) -> Iterator[Path]:
 
 
 def already_exists(target: Path) -> StoreError:
-    """The error for a folder that exists and is not to be replaced."""
+    """The error for a folder that exists and may not be replaced."""
     return StoreError(f"{target} already exists; replace it with force=True (--force in the shell)")
 
 
@@ -88,22 +88,22 @@ def write_and_sync(path: Path, data: bytes) -> None:
 
 
 def _move_into_place(folder: Path, target: Path, force: bool) -> None:
-    """Rename a folder to its target; repeat where another writer was faster."""
-    olds: list[Path] = []
-    placed = False
+    """Rename a folder to its target; retry if another process creates the target meanwhile."""
+    replaced: list[Path] = []
+    done = False
     try:
         while not _renamed(folder, target):
             if not force:
                 raise already_exists(target)
-            olds.append(_beside(target, "old"))
+            replaced.append(_hidden_path(target, "old"))
             with contextlib.suppress(FileNotFoundError):
-                target.rename(olds[-1])
-        placed = True
+                target.rename(replaced[-1])
+        done = True
     finally:
-        if olds and not placed and not target.exists():
+        if replaced and not done and not target.exists():
             with contextlib.suppress(FileNotFoundError):  # interrupted: restore the old folder
-                _renamed(olds.pop(), target)
-        for old in olds:
+                _renamed(replaced.pop(), target)
+        for old in replaced:
             _discard(old)
 
 
@@ -118,24 +118,24 @@ def _renamed(folder: Path, target: Path) -> bool:
     return True
 
 
-def _beside(target: Path, what: str) -> Path:
-    """A hidden name next to `target`, unique to this process and call."""
-    return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.{what}")
+def _hidden_path(target: Path, suffix: str) -> Path:
+    """A hidden path next to `target` that is unique to this process and call."""
+    return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.{suffix}")
 
 
 def _remove_leftovers(target: Path) -> None:
     """Remove temporary folders of `target` whose processes have ended."""
-    for left in target.parent.iterdir():
-        words = left.name.removeprefix(f".{target.name}.").split(".")
-        if len(words) != 2 or words[1] not in ("writing", "old") or left.name[:1] != ".":
+    for path in target.parent.iterdir():
+        words = path.name.removeprefix(f".{target.name}.").split(".")
+        if len(words) != 2 or words[1] not in ("writing", "old") or path.name[:1] != ".":
             continue
         pid = words[0].partition("-")[0]
         if pid.isdecimal() and not _alive(int(pid)):
-            _discard(left)
+            _discard(path)
 
 
 def _discard(folder: Path) -> None:
-    """Remove a folder, or the link to one."""
+    """Remove a folder, or a symbolic link to one."""
     if folder.is_symlink():
         folder.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -159,7 +159,7 @@ def test_vertex_cells_are_read_as_a_cloud(load):
 
 def test_ghost_cells_are_left_out(load):
     content = vtp(cell=array("UInt8", "vtkGhostType", [0, 1]) + array("Int32", "p", [5, 6]))
-    with pytest.warns(MeshWarning, match="1 ghost cells left out"):
+    with pytest.warns(MeshWarning, match="1 ghost cell left out"):
         mesh = load("a.vtp", content)
     assert {k: v.tolist() for k, v in mesh.cell_fields.items()} == {"p": [5]}
     assert mesh.cell_origin.tolist() == [0]

@@ -19,7 +19,7 @@ from meshshard.mesh import Array, Mesh
 
 __all__ = ["add_demo", "force_coefficients", "run"]
 
-SPEED, AREA = 38.889, 0.112032  # m/s and m2 of every Ahmed run; the constant area of AhmedML
+SPEED, AREA = 38.889, 0.112032  # m/s, m2: the same reference values in all runs of AhmedML
 
 
 def add_demo(commands: Any) -> None:
@@ -41,7 +41,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def run(out: Path, parts: int) -> Iterator[str]:
-    """Partition, check, store, export and gather the surface; yields lines of text.
+    """Partition, check, store, export and gather the surface; yield lines to print.
 
     Args:
         out: output directory; files of an earlier demo are replaced.
@@ -49,7 +49,7 @@ def run(out: Path, parts: int) -> Iterator[str]:
 
     Raises:
         StoreError: the folder of an earlier demo holds results of a model.
-        MeshshardError: two ranks differ from one process, or could not run.
+        MeshshardError: two ranks failed, or gave other results than one process.
     """
     from importlib.resources import as_file, files
 
@@ -59,7 +59,7 @@ def run(out: Path, parts: int) -> Iterator[str]:
 
     with as_file(files("meshshard") / "data") as data:
         source = data / "boundary_1.vtp"
-        reference = _drag_of_the_solver(data / "force_mom_1.csv")
+        reference = _solver_drag(data / "force_mom_1.csv")
         mesh = io.read(source)
         yield f"An Ahmed body at {SPEED} m/s: {mesh.n_cells:,} polygons, fields on cells:"
         yield "  " + ", ".join(mesh.cell_fields)
@@ -76,12 +76,12 @@ def run(out: Path, parts: int) -> Iterator[str]:
     total = sum(force_coefficients(opened.piece(p).mesh)[0] for p in range(opened.k))
     yield ""
     shards = n_of(opened.k, "shards")
-    yield f"Drag summed over {shards}: Cd {total:.5f}; of the solver: {reference:.5f}."
-    yield "The gathered fields equal those of the file bit for bit."
+    yield f"Drag summed over {shards}: Cd {total:.5f}; the solver gives {reference:.5f}."
+    yield "The gathered fields equal the fields of the file bit for bit."
     yield f"Shards:       {folder}"
     yield f"For ParaView: {whole}"
     yield ""
-    yield "Two ranks of this machine compared with one process, values and gradients:"
+    yield "Values and gradients on two ranks, compared with one process:"
     yield from _on_two_ranks(folder)
     yield ""
     yield "Next, with your own file:"
@@ -91,7 +91,7 @@ def run(out: Path, parts: int) -> Iterator[str]:
 
 
 def _refuse_results(folder: Path) -> None:
-    """Raise StoreError if the folder of an earlier demo holds results, which would be lost."""
+    """Raise StoreError if the folder holds results of a model, because they would be deleted."""
     from meshshard import store
 
     if (folder / "manifest.json").exists() and store.load(folder).puts():
@@ -99,10 +99,10 @@ def _refuse_results(folder: Path) -> None:
 
 
 def _on_two_ranks(folder: Path) -> Iterator[str]:
-    """The lines of the selftest on the folder.
+    """Run `meshshard selftest` on two ranks with the folder, and yield the lines that it prints.
 
     Raises:
-        MeshshardError: two ranks differ from one process, or could not run.
+        MeshshardError: the selftest failed.
     """
     words = ["selftest", "--ranks", "2", "--folder", str(folder)]
     command = [sys.executable, "-m", "meshshard", *words]
@@ -111,14 +111,15 @@ def _on_two_ranks(folder: Path) -> Iterator[str]:
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         why = lines[-1] if lines else f"exit code {done.returncode}"
-        raise MeshshardError(f"two ranks differ from one process: {why}; try: meshshard selftest")
+        raise MeshshardError(f"the test on two ranks failed: {why}; try: meshshard selftest")
 
 
 def force_coefficients(mesh: Mesh) -> Array:
-    """(2,) drag and lift coefficient of the cells of an Ahmed surface, in OpenFOAM's conventions.
+    """(2,) drag and lift coefficients of an Ahmed surface, summed over its cells.
 
-    Kinematic pressure and wall shear stress in m2/s2 (density 1). The normals point into the body
-    and the stress is that of the wall on the fluid, so F = sum(p A - tau |A|).
+    Signs are those of OpenFOAM: normals point into the body, and the wall shear stress tau is the
+    stress of the wall on the fluid, so F = sum(p A - tau |A|). The pressure p and tau are divided
+    by the density (m2/s2).
     """
     area = mesh.area_vectors()
     pressure = mesh.cell_fields["pMeanTrim"].astype(np.float64)
@@ -127,6 +128,6 @@ def force_coefficients(mesh: Mesh) -> Array:
     return np.asarray(force.sum(axis=0)[[0, 2]] / (0.5 * SPEED**2 * AREA))
 
 
-def _drag_of_the_solver(path: Path) -> float:
+def _solver_drag(path: Path) -> float:
     with path.open(encoding="ascii") as file:
         return float(next(csv.DictReader(file, skipinitialspace=True))["cd"])

@@ -26,7 +26,7 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 class ProcessGroupTransport(Transport):
     """The collectives of a process group (gloo or NCCL).
 
-    Compiled code takes torch's functional collectives, which torch.compile can trace.
+    Under torch.compile it calls torch's functional collectives, which can be traced.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -36,12 +36,12 @@ class ProcessGroupTransport(Transport):
 
     @classmethod
     def default(cls, device: torch.device, timeout: float) -> ProcessGroupTransport | None:
-        """The default process group, initialized from the environment (`env://`) if it is not yet.
+        """The default process group; if there is none, initialize it from `env://`.
 
-        A group that is initialized here is closed at the end of the script.
+        A group that is initialized here is destroyed when the interpreter exits.
 
         Args:
-            device: NCCL for CUDA devices, else gloo.
+            device: the backend is NCCL for CUDA devices, else gloo.
             timeout: seconds to wait for other ranks.
 
         Returns:
@@ -53,7 +53,7 @@ class ProcessGroupTransport(Transport):
             return None
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        if backend == "gloo":  # a rank that ends at once would break the others' connecting
+        if backend == "gloo":  # no rank may exit while others still connect to it
             dist.barrier()
         transport = cls(dist.group.WORLD)
         atexit.register(transport.close)
@@ -87,10 +87,11 @@ class ProcessGroupTransport(Transport):
         return values
 
     def close(self) -> None:
-        """Destroy the default process group, if this is it.
+        """Destroy the process group if it is the default one.
 
-        Gloo's threads must be joined before the process unloads them, or it may abort ("terminate
-        called without an active exception"), so the last reference to the group is dropped here.
+        The last reference to the group is dropped here, so that gloo joins its threads before the
+        interpreter exits; else the process may abort ("terminate called without an active
+        exception").
         """
         if self.group is not None and self.group is dist.group.WORLD:
             self.group = None
@@ -98,13 +99,13 @@ class ProcessGroupTransport(Transport):
 
 
 def host_store(listener: socket.socket) -> TCPStore:
-    """The store through which ranks find each other, served on a socket that listens already.
+    """A TCPStore for the rendezvous of the ranks, served on a socket that is already listening.
 
-    Ranks connect to it by `env://` if TORCHELASTIC_USE_AGENT_STORE is True, as under torchrun. A
-    TCPStore that opens its own socket listens on every address of the machine.
+    Ranks connect to it by `env://` if TORCHELASTIC_USE_AGENT_STORE is True, as under torchrun. The
+    socket is passed in because a TCPStore that opens one listens on all network interfaces.
 
     Args:
-        listener: closed with the store, which owns it from here on.
+        listener: listening socket; the store takes ownership of it and closes it.
     """
     host, port = listener.getsockname()
     return TCPStore(

@@ -1,4 +1,4 @@
-"""Simulate: ranks as threads of one process, for checks and experiments."""
+"""`simulate` runs ranks as threads of one process, for checks and experiments."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ def simulate(size: int, job: Callable[[Domain], T]) -> list[T]:
     """Run a job on several ranks, each a thread of this process.
 
     Results and traffic are those of separate processes; time and memory are not. All threads share
-    torch's default generator: draw replicated random numbers from generators of your own.
+    torch's default generator: draw numbers that must be equal on all ranks from a separate
+    `torch.Generator` in each job.
 
     Args:
-        size: number of ranks; one rank is an ordinary domain of size 1.
+        size: number of ranks; with 1, the job runs in the calling thread, on `Domain()`.
         job: called with the domain of each rank; must not modify objects shared by the ranks.
 
     Returns:
-        What the job returned on every rank, by rank.
+        The result of the job on each rank, in rank order.
 
     Raises:
-        DomainError: naming the first rank that failed, and why; or `size` is less than 1.
+        DomainError: a rank failed (it names the first one, and why), or `size` is less than 1. With
+            one rank, the exception of the job is raised as it is.
     """
     if size < 1:
         raise DomainError(f"simulate: {size} ranks; pass 1 or more")

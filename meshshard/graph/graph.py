@@ -85,15 +85,15 @@ class Graph:
         """Check offsets, ids and symmetry, and return the graph itself.
 
         Raises:
-            MeshError: naming the first row or edge that is wrong, or that has no reverse although
-                `symmetric` is True.
+            MeshError: offsets or ids are invalid, or `symmetric` is True and an edge has no
+                reverse; names the first such row or edge.
         """
         if self.indptr.ndim != 1 or len(self.indptr) < 1 or self.indptr[0] != 0:
             raise MeshError("graph: indptr must be a 1-D array that starts at 0")
-        falls = np.flatnonzero(np.diff(self.indptr) < 0)
-        if len(falls):
+        decreases = np.flatnonzero(np.diff(self.indptr) < 0)
+        if len(decreases):
             raise MeshError(
-                f"graph: indptr decreases after row {falls[0]}; offsets must not decrease"
+                f"graph: indptr decreases after row {decreases[0]}; offsets must not decrease"
             )
         if self.indptr[-1] != self.n_edges:
             raise MeshError(
@@ -110,7 +110,7 @@ class Graph:
         return self
 
     def _check_symmetry(self) -> None:
-        """Check that every edge has its reverse, with the same multiplicity."""
+        """Check that every edge has its reverse, equally often."""
         a, b = self.destinations().astype(np.uint64), self.indices.astype(np.uint64)
         forward, reverse = ((x << np.uint64(32)) | y for x, y in ((a, b), (b, a)))
         forward.sort()
@@ -132,25 +132,25 @@ def cell_graph(mesh: Mesh, found: Matches | None = None) -> Graph:
 
     Args:
         mesh: the mesh.
-        found: the matches of its facets, if they are known.
+        found: result of `match` for its facets; computed if None.
     """
     found = match(facets(mesh), mesh.n_points) if found is None else found
     owner = found.facets.owner
     if found.shared:
         pairs = owner[found.first], owner[found.second]
         return Graph(*_rows_of_pairs(*pairs, mesh.n_cells), symmetric=True)
-    # Every facet has at most one twin, so the table of facets is already ordered by cell.
-    alone = (found.twin < 0) | (found.twin == owner)
-    lost = np.bincount(owner[alone], minlength=mesh.n_cells)
+    # Each facet gives at most one edge, and facets are ordered by cell: rows need no sort by cell.
+    unmatched = (found.twin < 0) | (found.twin == owner)
+    n_unmatched = np.bincount(owner[unmatched], minlength=mesh.n_cells)
     indptr = found.facets.offsets.copy()
-    indptr[1:] -= np.cumsum(lost)
-    return Graph(*_sorted_rows(indptr, found.twin[~alone]), symmetric=True)
+    indptr[1:] -= np.cumsum(n_unmatched)
+    return Graph(*_sorted_rows(indptr, found.twin[~unmatched]), symmetric=True)
 
 
 def point_graph(mesh: Mesh) -> Graph:
-    """Points as nodes, linked along the edges of the cells (of volumes: of their faces).
+    """Points as nodes, linked by the edges of the cells.
 
-    A point that the weld map merges is linked to the point that it is merged with.
+    Welded points (`mesh.weld`) are linked to the point that they are merged into.
     """
     a, b = edges(mesh)
     if mesh.weld is not None:
@@ -160,15 +160,15 @@ def point_graph(mesh: Mesh) -> Graph:
 
 
 def knn_graph(points: Array, k: int) -> Graph:
-    """k-nearest-neighbor graph: each point has edges from its k nearest other points, exactly.
+    """Exact k-nearest-neighbor graph: each point has edges from its k nearest other points.
 
     Args:
-        points: (n, d) finite coordinates; compared in float64.
-        k: neighbors per point, at most n - 1.
+        points: (n, d) finite coordinates; distances are computed in float64.
+        k: neighbors per point; n - 1 if there are fewer other points.
 
     Returns:
-        A directed graph with rows ordered by (distance, id), which also breaks ties. It has no
-        self-loops; coincident points are neighbors.
+        A directed graph without self-loops. Rows are ordered by distance, and ties by id.
+        Coincident points are neighbors.
 
     Raises:
         MeshError: points are not finite.
@@ -185,13 +185,13 @@ def radius_graph(points: Array, radius: float, max_neighbors: int | None = None)
     """Radius graph: each point has edges from the other points within `radius`.
 
     Args:
-        points: (n, d) finite coordinates; compared in float64.
+        points: (n, d) finite coordinates; distances are computed in float64.
         radius: largest distance, in the units of the points.
-        max_neighbors: keep the nearest only; all if None.
+        max_neighbors: keep only so many nearest neighbors of each point; all if None.
 
     Returns:
-        A directed graph with rows ordered by (distance, id), without self-loops; symmetric unless
-        `max_neighbors` is given.
+        A directed graph without self-loops, symmetric unless `max_neighbors` is given. Rows are
+        ordered by distance, and ties by id.
 
     Raises:
         MeshError: points are not finite, or there are 2^31 edges or more.
@@ -229,9 +229,10 @@ def cuthill_mckee(graph: Graph) -> Array:
 
 
 def _rows_of_pairs(a: Array, b: Array, n: int) -> tuple[Array, Array]:
-    """Sorted symmetric rows from pairs, without self-loops and duplicates.
+    """CSR rows of the undirected graph with the edges (a[i], b[i]).
 
-    Sorts pairs that are packed into 64 bits.
+    Rows are sorted and have no self-loops and duplicates. Each pair is packed into a 64-bit key,
+    so that one sort orders rows and columns.
     """
     keys = np.empty(2 * len(a), np.uint64)
     for half, row, column in ((keys[: len(a)], a, b), (keys[len(a) :], b, a)):
@@ -250,7 +251,10 @@ def _rows_of_pairs(a: Array, b: Array, n: int) -> tuple[Array, Array]:
 
 
 def scipy_rows(indptr: Array, indices: Array) -> csr_array:
-    """A square csr_array; offsets get the dtype of the ids, or scipy would copy the ids."""
+    """A square csr_array of ones.
+
+    Offsets are cast to the dtype of the indices, because scipy would otherwise copy the indices.
+    """
     from scipy.sparse import csr_array
 
     n = len(indptr) - 1
@@ -260,9 +264,9 @@ def scipy_rows(indptr: Array, indices: Array) -> csr_array:
 
 
 def _sorted_rows(indptr: Array, indices: Array) -> tuple[Array, Array]:
-    """Rows sorted by id, without duplicates; `indices` is sorted in place if scipy can."""
+    """Rows sorted by id, without duplicates; may sort `indices` in place."""
     rows = scipy_rows(indptr, indices)
-    rows.data = np.ones(len(indices), np.int8)  # scipy writes to it: a broadcast array will not do
+    rows.data = np.ones(len(indices), np.int8)  # scipy writes to it; a broadcast array is read-only
     rows.sort_indices()
     indices = rows.indices.astype(indices.dtype, copy=False)
     double = np.zeros(len(indices), bool)

@@ -6,13 +6,19 @@ from meshshard.mesh import Array
 
 __all__ = ["morton_order"]
 
-BITS = 21  # three coordinates in one 64-bit key
+BITS = 21  # per coordinate: three coordinates fit into one 64-bit key
 
 
 def morton_order(points: Array) -> Array:
-    """(n,) int64 rows of `points` (n, d <= 3) in the order of a Z-curve through their bounding box.
+    """The permutation that sorts points along a Z-curve through their bounding cube.
 
-    Points in the same of 2^63 voxels keep their order. Morton, 1966.
+    The cube has 2^21 voxels per axis; points in the same voxel keep their order. Morton, 1966.
+
+    Args:
+        points: (n, d) coordinates with d <= 3.
+
+    Returns:
+        (n,) int64 rows of `points`.
     """
     if len(points) == 0:
         return np.zeros(0, np.int64)
@@ -26,7 +32,7 @@ def morton_order(points: Array) -> Array:
 
 
 def _spread(x: Array) -> Array:
-    """The 21-bit numbers x with two zero bits inserted after each bit."""
+    """Insert two zero bits after each bit of 21-bit numbers."""
     for shift, mask in (
         (32, 0x001F00000000FFFF),
         (16, 0x001F0000FF0000FF),

@@ -1,7 +1,8 @@
-"""Dataset: one data set of a file as it is stored; `to_mesh` converts all of a file to a Mesh.
+"""`Dataset` is a data set as a file stores it; `to_mesh` merges those of a file into a Mesh.
 
 A file may mix dimensions and hold strips, pixels, ghost cells and several blocks. A `Mesh` has
-cells of one dimension, without strips, pixels and voxels. A warning counts what is left out.
+cells of one dimension: strips are split, pixels and voxels are converted, and other cells are left
+out with a warning that counts them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshshard.errors import ReadError
+from meshshard.errors import ReadError, n_of
 from meshshard.mesh import Array, Faces, Mesh
 from meshshard.mesh.cells import (
     EMPTY,
@@ -34,7 +35,7 @@ __all__ = ["Dataset", "free_name", "to_mesh"]
 Fields = dict[str, Array]
 GHOST = "vtkGhostType"
 RESERVED = ("part_id", "shard", "shard_id", "global_id", "halo")  # arrays that meshshard writes
-REORDERED = {  # type in the file: type in a Mesh, and its points in terms of the stored ones
+REORDERED = {  # cell type in the file: cell type in a Mesh, and the permutation of its points
     PIXEL: (QUAD, [0, 1, 3, 2]),
     VOXEL: (HEXAHEDRON, [0, 1, 3, 2, 4, 5, 7, 6]),
 }
@@ -42,10 +43,10 @@ REORDERED = {  # type in the file: type in a Mesh, and its points in terms of th
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """One data set: points (n, 3), cells of any dimension (CSR, VTK types), fields, block name.
+    """A data set: points (n, 3), cells of any dimension (CSR, VTK types), fields, block name.
 
-    `rows` is the row of each cell in the data set of the file; None if no cell was left out or
-    split.
+    `rows` is the row that each cell had when the data set was read; None if no cell has been left
+    out or split since.
     """
 
     points: Array
@@ -65,7 +66,7 @@ class Dataset:
 
 
 def to_mesh(datasets: Iterable[Dataset], name: str) -> Mesh:
-    """One checked mesh of all data sets of a file, with the cells of the highest dimension.
+    """Validate the data sets of a file and merge them; keep the cells of the highest dimension.
 
     Args:
         datasets: as stored, in file order.
@@ -76,7 +77,7 @@ def to_mesh(datasets: Iterable[Dataset], name: str) -> Mesh:
 
     Raises:
         ReadError: the file has no points, or all cells are ghost cells.
-        MeshError: ids, offsets, numbers of points or coordinates are invalid.
+        MeshError: ids, offsets, numbers of points per cell or coordinates are invalid.
     """
     stored = [dataset for dataset in datasets if len(dataset.points)]
     if not stored:
@@ -100,12 +101,12 @@ def to_mesh(datasets: Iterable[Dataset], name: str) -> Mesh:
     warn_fields(mesh)
     for array in RESERVED:
         if array in mesh.cell_fields or array in mesh.point_fields:
-            warn(f"{name}: already has an array '{array}', a name that meshshard uses; it is kept")
+            warn(f"{name}: array '{array}' is kept, but meshshard writes arrays of the same name")
     return mesh
 
 
 def _without_ghosts(dataset: Dataset, name: str) -> Dataset:
-    """Remove the cells that vtkGhostType marks as copies of those of another piece."""
+    """Remove the cells that vtkGhostType marks as copies of cells of another piece."""
     points, cells = dict(dataset.point_fields), dict(dataset.cell_fields)
     if points.pop(GHOST, np.zeros(0)).any():
         warn(f"{name}: point array {GHOST} (ghost points) is ignored")
@@ -114,11 +115,11 @@ def _without_ghosts(dataset: Dataset, name: str) -> Dataset:
     if ghost is None or not (ghost > 0).any():
         return dataset
     keep = np.flatnonzero(ghost == 0)
-    warn(f"{name}: {len(ghost) - len(keep)} ghost cells left out ({GHOST} > 0)")
+    warn(f"{name}: {n_of(len(ghost) - len(keep), 'ghost cells')} left out ({GHOST} > 0)")
     if not len(keep):
         raise ReadError(
-            f"{name}: all {len(ghost)} cells are ghost cells ({GHOST} > 0); read the piece that "
-            "owns them"
+            f"{name}: all {len(ghost)} cells are ghost cells ({GHOST} > 0); "
+            "read the piece that owns them"
         )
     return _take(dataset, keep)
 
@@ -127,20 +128,22 @@ def _warn_left_out(datasets: Sequence[Dataset], dim: int, name: str) -> None:
     """Warn about cells of a lower dimension than the mesh, with the number of each type."""
     seen: Counter[int] = Counter()
     for dataset in datasets:
-        low = [number for number in types_present(dataset.types) if _is_lower(number, dim)]
-        seen.update({number: int(np.count_nonzero(dataset.types == number)) for number in low})
+        low = [cell_type for cell_type in types_present(dataset.types) if _is_lower(cell_type, dim)]
+        seen.update(
+            {cell_type: int(np.count_nonzero(dataset.types == cell_type)) for cell_type in low}
+        )
     if seen:
-        counts = ", ".join(f"{n} {type_name(number)}" for number, n in sorted(seen.items()))
+        counts = ", ".join(f"{n} {type_name(cell_type)}" for cell_type, n in sorted(seen.items()))
         kept = ("vertices", "curves", "surface cells", "volume cells")[max(dim, 0)]
         warn(f"{name}: mixed dimensions: {counts} left out; only the {kept} are kept")
 
 
-def _is_lower(number: int, dim: int) -> bool:
-    return number == EMPTY or int(dimensions(number)) < dim
+def _is_lower(cell_type: int, dim: int) -> bool:
+    return cell_type == EMPTY or int(dimensions(cell_type)) < dim
 
 
 def _take(dataset: Dataset, rows: Array) -> Dataset:
-    """The cells `rows` of a data set, with all its points."""
+    """The data set with the cells `rows` only; all points are kept."""
     connectivity, offsets = gather_rows(dataset.connectivity, dataset.offsets, rows)
     return replace(
         dataset,
@@ -154,16 +157,16 @@ def _take(dataset: Dataset, rows: Array) -> Dataset:
 
 
 def _of_dimension(dataset: Dataset, dim: int) -> Dataset:
-    """The cells of one dimension, with the types that a Mesh may have."""
-    if any(_is_lower(number, dim) for number in types_present(dataset.types)):
+    """The cells of one dimension; strips, pixels and voxels are converted."""
+    if any(_is_lower(cell_type, dim) for cell_type in types_present(dataset.types)):
         keep = (dimensions(dataset.types) == dim) & (dataset.types != EMPTY)
         dataset = _take(dataset, np.flatnonzero(keep))
     present = types_present(dataset.types)
     if STRIP in present:
         dataset = _split_strips(dataset)
-    for number in REORDERED:
-        if number in present:
-            dataset = _reorder(dataset, number)
+    for cell_type in REORDERED:
+        if cell_type in present:
+            dataset = _reorder(dataset, cell_type)
     return dataset
 
 
@@ -189,19 +192,22 @@ def _split_strips(dataset: Dataset) -> Dataset:
     return replace(taken, connectivity=dataset.connectivity[at], offsets=offsets, types=types)
 
 
-def _reorder(dataset: Dataset, number: int) -> Dataset:
-    """Convert the cells of one type to another type that orders its points differently."""
-    plain, order = REORDERED[number]
-    cells = np.flatnonzero(dataset.types == number)
+def _reorder(dataset: Dataset, cell_type: int) -> Dataset:
+    """Convert pixels to quads, or voxels to hexahedra, which order their points differently."""
+    mesh_type, order = REORDERED[cell_type]
+    cells = np.flatnonzero(dataset.types == cell_type)
     connectivity, types = dataset.connectivity.copy(), dataset.types.copy()
     start = dataset.offsets[cells][:, None]
     connectivity[start + np.arange(len(order))] = dataset.connectivity[start + order]
-    types[cells] = plain
+    types[cells] = mesh_type
     return replace(dataset, connectivity=connectivity, types=types)
 
 
 def _cloud(dataset: Dataset, name: str) -> Dataset:
-    """Points without cells; if there is one vertex cell per point, cell fields are kept too."""
+    """The points, without cells.
+
+    If the data set has one vertex cell per point, in order, cell fields become point fields.
+    """
     points = dict(dataset.point_fields)
     if dataset.cell_fields:
         n = len(dataset.points)
@@ -210,14 +216,14 @@ def _cloud(dataset: Dataset, name: str) -> Dataset:
                 points[key if key not in points else f"{key} (cells)"] = values
         else:
             warn(
-                f"{name}: the vertex cells are not one per point, in order; their fields are left "
-                "out: " + ", ".join(dataset.cell_fields)
+                f"{name}: there is not one vertex cell per point, in order; "
+                f"cell fields are left out: {', '.join(dataset.cell_fields)}"
             )
     return Dataset(dataset.points, point_fields=points, block=dataset.block)
 
 
 def _concatenated(pairs: Sequence[tuple[Dataset, int]], name: str) -> Mesh:
-    """One mesh of several data sets, each given with the row in the file of its first cell."""
+    """One mesh of several data sets; each comes with the row of its first cell in the file."""
     datasets = [dataset for dataset, _ in pairs]
     points = _joined([d.points for d in datasets])
     if points.dtype.kind != "f":
@@ -240,12 +246,12 @@ def _concatenated(pairs: Sequence[tuple[Dataset, int]], name: str) -> Mesh:
 
 
 def _joined(arrays: Sequence[Array]) -> Array:
-    """The arrays, concatenated; a single one is not copied."""
+    """Concatenated arrays; a single one is returned without a copy."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _joined_rows(parts: Sequence[tuple[Array, Array, int]]) -> tuple[Array, Array]:
-    """Concatenated ragged arrays of ids; a part is (ids, offsets, number of what ids count)."""
+    """Concatenated CSR arrays (ids, offsets, n): ids are 0 to n - 1 and are renumbered."""
     if len(parts) == 1:
         return parts[0][0], parts[0][1].astype(np.int64, copy=False)
     shifts = offsets_of(np.array([n for _, _, n in parts]))
@@ -277,7 +283,9 @@ def _joined_cell_fields(datasets: Sequence[Dataset], name: str) -> Fields:
 
 
 def _joined_fields(parts: Sequence[tuple[Fields, int]], name: str) -> Fields:
-    """Concatenated fields. Where some data sets lack one, it is NaN there, or left out if integer.
+    """Concatenated fields.
+
+    If some data sets lack a field, it is NaN there if it is floating-point, else it is left out.
 
     Args:
         parts: fields and number of rows of each data set.
@@ -310,7 +318,7 @@ def _nan(n: int, like: Array) -> Array:
 
 
 def _origin(pairs: Sequence[tuple[Dataset, int]]) -> Array | None:
-    """Row in the file of each cell; None if it is the row in the mesh."""
+    """Row of each cell in the file; None if it equals the row in the mesh for all cells."""
     at = offsets_of(np.array([len(d.types) for d, _ in pairs]))
     if not at[-1] or all(d.rows is None and at[i] == start for i, (d, start) in enumerate(pairs)):
         return None

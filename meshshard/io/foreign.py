@@ -1,4 +1,4 @@
-"""Readers of VTK, PyVista and meshio; they run in the child process that `child.py` starts."""
+"""Readers that use VTK, PyVista or meshio; they run in the child process of `child.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def serve_foreign(path: str, out: str, time: str) -> None:
 
 
 def _datasets(path: Path, time: float | None) -> list[Dataset]:
-    """The data sets of a file; errors that VTK prints are raised."""
+    """The data sets of a file; errors that VTK only prints raise ReadError."""
     from vtkmodules.vtkCommonCore import vtkOutputWindow, vtkStringOutputWindow
 
     file_format = recognize(path)
@@ -32,23 +32,25 @@ def _datasets(path: Path, time: float | None) -> list[Dataset]:
         item = file_format.read(path, time)
     except MeshshardError:
         raise
-    except (Exception, SystemExit) as error:  # these readers raise anything; meshio calls exit
+    except (Exception, SystemExit) as error:  # of any type; meshio calls sys.exit
         line = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
         raise ReadError(
-            f"{path}: cannot be read, it is damaged, cut short or of another format ({line})"
+            f"{path}: cannot be read; damaged, truncated or in another format ({line})"
         ) from None
     errors = [line for line in window.GetOutput().splitlines() if "ERR" in line or "rror:" in line]
     if errors:
         raise ReadError(f"{path}: VTK cannot read it: {errors[0].strip()[:200]}")
     datasets = list(datasets_of(item, str(path)))
-    # only a VTKHDF file may be a point cloud; of the others VTK returns nothing if it fails
+    # VTK returns an empty mesh if it fails. Of these formats only VTKHDF may hold a point cloud.
     if file_format.magic != HDF5 and not any(len(dataset.types) for dataset in datasets):
-        raise ReadError(f"{path}: empty: no cells in it; is it cut short, or is its case missing?")
+        raise ReadError(
+            f"{path}: empty: no cells in it; it is truncated, or files of its case are missing"
+        )
     return datasets
 
 
 def read_meshio(path: Path) -> Any:
-    """A file that meshio reads.
+    """Read a file with meshio.
 
     Raises:
         ReadError: meshio is not installed.
@@ -60,17 +62,17 @@ def read_meshio(path: Path) -> Any:
     import pyvista
 
     mesh = meshio.read(path)
-    mesh.cell_sets, mesh.point_sets = {}, {}  # the same data as the arrays of tags
+    mesh.cell_sets, mesh.point_sets = {}, {}  # duplicates of the arrays of tags
     return pyvista.from_meshio(mesh)
 
 
 def read_fluent(path: Path) -> Any:
-    """The cell zones of a Fluent case.
+    """Read the cell zones of a Fluent case.
 
-    VTK builds volume cells without the face zones, so these are left out with a warning.
+    Face zones are left out with a warning; VTK builds the volume cells without them.
 
     Raises:
-        ReadError: the file is cut short.
+        ReadError: the file is truncated.
     """
     import pyvista
 
@@ -87,10 +89,10 @@ def read_fluent(path: Path) -> Any:
 
 
 def read_vtk(path: Path, time: float | None = None) -> Any:
-    """A file that a reader of VTK reads, chosen by its suffix.
+    """Read a file with the VTK reader for its suffix.
 
     Raises:
-        ReadError: the file has several time steps and none is chosen, or not the chosen one.
+        ReadError: the file has several time steps and `time` is None, or it has no step at `time`.
     """
     import pyvista
 
@@ -102,10 +104,10 @@ def read_vtk(path: Path, time: float | None = None) -> Any:
         raise ReadError(f"{path}: {len(times)} time steps ({listed}); choose one with --time T")
     if time is not None and times:
         if time not in times:
-            raise ReadError(f"{path}: has no time {time:g}; it has {listed}")
+            raise ReadError(f"{path}: has no time step {time:g}; choose one of {listed}")
         reader.set_active_time_value(time)
-    if hasattr(reader, "cell_to_point_creation"):  # OpenFOAM: keep what the solver wrote
-        reader.cell_to_point_creation = False
+    if hasattr(reader, "cell_to_point_creation"):  # of OpenFOAM
+        reader.cell_to_point_creation = False  # no interpolation of cell fields to points
         if hasattr(reader.reader, "SetDecomposePolyhedra"):  # removed in VTK 9.7
             reader.decompose_polyhedra = False
     return reader.read()

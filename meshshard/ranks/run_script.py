@@ -1,7 +1,8 @@
-"""Run a script as one rank, as it would run alone; if it fails, report why to the launcher.
+"""Run a script as one rank, as `python script.py` would, and report a failure to the launcher.
 
-`python -m meshshard.ranks.run_script PIPE LAUNCHER script.py …` or `… -m module …`, as `launch`
-starts it: PIPE is an open file descriptor, LAUNCHER the number of its process.
+`launch` starts each rank as `python -m meshshard.ranks.run_script PIPE LAUNCHER script.py …` (or
+`-m module …` in place of the script). PIPE is the file descriptor that failures are written to;
+LAUNCHER is the process ID of the launcher.
 """
 
 from __future__ import annotations
@@ -19,60 +20,63 @@ from meshshard.processes import die_with_parent
 
 __all__ = ["main"]
 
-RUNPY = runpy.run_path.__code__.co_filename
+RUNPY_FILE = runpy.run_path.__code__.co_filename
 
 
-def main(words: list[str]) -> int:
-    """Run a script, or `-m module`, with its arguments, as the main program of this process.
+def main(argv: list[str]) -> int:
+    """Run a script or a module as `__main__` of this process.
 
     Args:
-        words: see above.
+        argv: PIPE, LAUNCHER, then the script or `-m module`, and its arguments.
 
     Returns:
         The exit code.
     """
-    pipe, launcher = map(int, words[:2])
+    pipe, launcher = map(int, argv[:2])
     die_with_parent(launcher)
     os.set_inheritable(pipe, False)
     report = partial(_report, pipe, os.environ["RANK"])
     try:
-        _run(words[2:])
-    except SystemExit as ended:
-        if isinstance(ended.code, int):
-            report(ended.code & 0xFF, f"ended with exit code {ended.code & 0xFF}")
-        elif ended.code is not None:
-            report(1, str(ended.code).removeprefix("error: "))
+        _run(argv[2:])
+    except SystemExit as exited:
+        if isinstance(exited.code, int):
+            report(exited.code & 0xFF, f"ended with exit code {exited.code & 0xFF}")
+        elif exited.code is not None:
+            report(1, str(exited.code).removeprefix("error: "))
         raise
     except Exception as error:
         report(1, f"{type(error).__name__}: {error}")
-        error.__traceback__ = _of_script(error.__traceback__)
+        error.__traceback__ = _script_frames(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
 
 
-def _run(words: list[str]) -> None:
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+def _run(argv: list[str]) -> None:
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = words
-        sys.path[0] = str(Path(words[0]).resolve().parent)
-        runpy.run_path(words[0], run_name="__main__")
+        sys.argv = argv
+        sys.path[0] = str(Path(argv[0]).resolve().parent)
+        runpy.run_path(argv[0], run_name="__main__")
 
 
-def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that started the script."""
-    while trace and trace.tb_frame.f_code.co_filename in (__file__, RUNPY):
+def _script_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of this file and of runpy, which started the script."""
+    while trace and trace.tb_frame.f_code.co_filename in (__file__, RUNPY_FILE):
         trace = trace.tb_next
     return trace
 
 
 def _report(pipe: int, rank: str, code: int, reason: str) -> None:
-    """Send one line to the launcher; a write of at most PIPE_BUF bytes is atomic."""
+    """Send a failure to the launcher as one line; exit code 0 is not reported.
+
+    A write of at most PIPE_BUF bytes is atomic, so lines of several ranks do not mix.
+    """
     line = f"{rank} {code} {' '.join(reason.split())}"
     if code:
-        with contextlib.suppress(OSError):  # the script has closed the pipe
+        with contextlib.suppress(OSError):  # the script may have closed the pipe
             os.write(pipe, line.encode(errors="replace")[: select.PIPE_BUF - 1] + b"\n")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from meshshard.mesh import Array
+from meshshard.viz.colors import INK
 from meshshard.viz.drawing import Drawing
 from meshshard.viz.rendering import plotter, point_size
 
@@ -19,7 +20,6 @@ __all__ = [
     "legend_columns",
 ]
 
-INK = "#1a1a1a"
 ROW = 24.0  # pixels for a row of the legend
 
 

@@ -11,12 +11,13 @@ import numpy as np
 
 from meshshard.mesh import Array
 from meshshard.viz.camera import default_direction, view_axes
+from meshshard.viz.colors import INK
 from meshshard.viz.subject import Drawable, Subject, subject_of
 
 __all__ = ["Svg", "plot_bars", "plot_rank_graph"]
 
 FONT = "font-family='Helvetica, Arial, sans-serif'"
-INK, SOFT = "#1a1a1a", "#777777"
+SOFT = "#777777"
 
 
 @dataclass(frozen=True, repr=False)

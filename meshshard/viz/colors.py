@@ -13,7 +13,9 @@ import numpy as np
 
 from meshshard.mesh import Array
 
-__all__ = ["palette", "shard_colors"]
+__all__ = ["INK", "palette", "shard_colors"]
+
+INK = "#1a1a1a"  # of text and lines, in pictures, charts and HTML pages
 
 _TO_LMS = np.array(
     [

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshshard.errors import RenderError
 from meshshard.mesh import Array
+from meshshard.viz.colors import INK
 
 __all__ = ["write_page"]
 
@@ -23,7 +24,7 @@ OFFLINE = (
 )
 STYLE = """
 .content { position: fixed; inset: 0; }
-.text { position: fixed; z-index: 10; font: 14px/1.5 system-ui, sans-serif; color: #1a1a1a;
+.text { position: fixed; z-index: 10; font: 14px/1.5 system-ui, sans-serif; color: INK;
   background: rgba(255, 255, 255, 0.8); padding: 8px 12px; border-radius: 6px; }
 .text b { font-size: 17px; }
 .title { top: 10px; left: 10px; pointer-events: none; }
@@ -31,7 +32,7 @@ STYLE = """
   white-space: pre; }
 .legend div { display: flex; align-items: center; gap: 8px; }
 .legend i { width: 18px; height: 14px; border-radius: 3px; display: inline-block; }
-"""
+""".replace("INK", INK)
 
 
 def write_page(made: Any, path: Path, lines: list[str], legend: list[str], colors: Array) -> None:

@@ -19,6 +19,7 @@ from meshshard.viz.annotations import (
     legend_columns,
 )
 from meshshard.viz.camera import fit, view_axes
+from meshshard.viz.colors import INK
 from meshshard.viz.drawing import Drawing, cut_lines, drawing_of
 from meshshard.viz.html_page import write_page
 from meshshard.viz.rendering import check_window, plotter, point_size
@@ -30,7 +31,6 @@ __all__ = ["Style", "plot_shards", "view"]
 MAX_LEGEND = 132  # shards above which a picture has no legend
 MAX_SIZES = 24  # shards above which the legend omits the sizes
 COLORMAP = "viridis"  # of fields
-INK = "#1a1a1a"
 
 
 def plot_shards(

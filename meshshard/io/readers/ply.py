@@ -27,20 +27,20 @@ TYPES = {
     "float": "f4", "double": "f8", "int8": "i1", "uint8": "u1", "int16": "i2", "uint16": "u2",
     "int32": "i4", "uint32": "u4", "float32": "f4", "float64": "f8",
 }  # fmt: skip
-CODINGS = {"ascii": "", "binary_little_endian": "<", "binary_big_endian": ">"}
+BYTE_ORDERS = {"ascii": "", "binary_little_endian": "<", "binary_big_endian": ">"}
 VECTORS = {"Normals": ("nx", "ny", "nz"), "RGB": ("red", "green", "blue")}
 
 
 class _Property(NamedTuple):
-    """One property: its type, and for a list the type of its count (empty for a scalar)."""
+    """A property: dtype of its values, and for a list dtype of its count ("" for a scalar)."""
 
     name: str
-    kind: str
-    length: str
+    dtype: str
+    count_dtype: str
 
 
 class _Element(NamedTuple):
-    """One element of the header: `n` rows of these properties."""
+    """An element of the header: name, number of rows and properties of a row."""
 
     name: str
     n: int
@@ -48,15 +48,15 @@ class _Element(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """Scalars of an element by name; the corners of its rows (CSR), if it has any."""
+    """Columns of an element: scalars by name, and the point ids of its polygons in CSR form."""
 
     scalars: dict[str, Array]
     ids: Array
     offsets: Array
 
 
-class _Places(NamedTuple):
-    """Positions of the rows (n,), of the counts of their lists (n, n_lists), and of the end."""
+class _Layout(NamedTuple):
+    """Byte offsets of the rows (n,), of the counts of their lists (n, n_lists), and of the end."""
 
     rows: Array
     counts: Array
@@ -70,10 +70,10 @@ def read_ply(path: Path) -> list[Dataset]:
         ReadError: the header or the data are damaged.
     """
     file = Scanner(path)
-    coding, elements = _header(file)
-    if not coding:
+    byte_order, elements = _header(file)
+    if not byte_order:
         file = Scanner(path, file.floats().tobytes())
-    read = {element.name: _columns(file, coding, element) for element in elements}
+    read = {element.name: _read_element(file, byte_order, element) for element in elements}
     none = _Columns({}, *no_rows())
     points, faces = read.get("vertex", none).scalars, read.get("face", none)
     missing = {"x", "y", "z"} - set(points)
@@ -88,7 +88,7 @@ def read_ply(path: Path) -> list[Dataset]:
 
 
 def _header(file: Scanner) -> tuple[str, list[_Element]]:
-    """The sign of the byte order (empty for ascii), and the elements."""
+    """The byte order ("<" or ">", "" for ascii) and the elements."""
     formats: list[str] = []
     elements: list[_Element] = []
     while (words := file.line()) != ["end_header"]:
@@ -98,7 +98,10 @@ def _header(file: Scanner) -> tuple[str, list[_Element]]:
             line = " ".join(words)[:60]
             raise ReadError(f"{file.path}: PLY header: '{line}' is damaged: {error}") from None
     if not formats or any(element.n < 0 for element in elements):
-        raise ReadError(f"{file.path}: PLY header: no format, or a negative count")
+        raise ReadError(
+            f"{file.path}: PLY header: no format line, or an element with a negative count; "
+            "export the file again"
+        )
     return formats[-1], elements
 
 
@@ -106,7 +109,7 @@ def _header_line(words: list[str], formats: list[str], elements: list[_Element])
     if not words:
         raise ValueError("no end_header (truncated?)")
     if words[0] == "format":
-        formats.append(CODINGS[words[1]])
+        formats.append(BYTE_ORDERS[words[1]])
     elif words[0] == "element":
         elements.append(_Element(words[1], int(words[2]), []))
     elif words[0] == "property":
@@ -116,122 +119,132 @@ def _header_line(words: list[str], formats: list[str], elements: list[_Element])
 def _add_property(words: list[str], properties: list[_Property]) -> None:
     is_list = words[1] == "list"
     name = words[4 if is_list else 2]
-    length, kind = (TYPES[w] for w in words[2:4]) if is_list else ("", TYPES[words[1]])
+    count_dtype, dtype = (TYPES[w] for w in words[2:4]) if is_list else ("", TYPES[words[1]])
     if name in [p.name for p in properties]:
         raise ValueError(f"two properties are called '{name}'")
-    properties.append(_Property(name, kind, length))
+    properties.append(_Property(name, dtype, count_dtype))
 
 
-def _columns(file: Scanner, coding: str, element: _Element) -> _Columns:
-    """The columns of an element; advances the file past it."""
+def _read_element(file: Scanner, byte_order: str, element: _Element) -> _Columns:
+    """Read the columns of an element, and advance the file past it."""
     try:
-        places = _places(file.data, file.at, coding, element)
-        file.at = places.end
-        return _split(file.data, coding, element.properties, places)
+        layout = _layout(file.data, file.at, byte_order, element)
+        file.at = layout.end
+        return _parse(file.data, byte_order, element.properties, layout)
     except (struct.error, IndexError, ValueError):
         raise ReadError(
-            f"{file.path}: truncated within the element '{element.name}', or damaged there"
+            f"{file.path}: truncated or damaged in the element '{element.name}'; "
+            "copy or export the file again"
         ) from None
 
 
-def _places(data: bytes, at: int, coding: str, element: _Element) -> _Places:
-    """Where rows and counts are: at once if all rows have the counts of the first, else a walk.
+def _layout(data: bytes, at: int, byte_order: str, element: _Element) -> _Layout:
+    """Byte offsets of the rows and counts of an element.
+
+    If the lists of all rows are as long as those of the first row, all rows have the same size and
+    the offsets are computed at once; otherwise row by row.
 
     Raises:
-        ValueError, IndexError, struct.error: the data end before, or a count is not a count.
+        ValueError, IndexError, struct.error: the data end too early, or a count is negative or not
+            a whole number.
     """
     n, properties = element.n, element.properties
-    first = _walk(data, at, coding, properties, min(n, 1))
+    first = _layout_by_row(data, at, byte_order, properties, min(n, 1))
     size = first.end - at
     if n * size <= len(data) - at:
         rows = at + np.arange(n if size else 0) * size
         counts = first.counts + (rows - at)[:, None]
-        lengths = [_dtype(coding, p.length) for p in properties if p.length]
-        columns = [_values(data, *pair)[:, 0] for pair in zip(counts.T, lengths, strict=True)]
+        dtypes = [_dtype(byte_order, p.count_dtype) for p in properties if p.count_dtype]
+        columns = [_values(data, *pair)[:, 0] for pair in zip(counts.T, dtypes, strict=True)]
         if all((column == column[:1]).all() for column in columns):
-            return _Places(rows, counts, at + n * size)
-    return _walk(data, at, coding, properties, n)
+            return _Layout(rows, counts, at + n * size)
+    return _layout_by_row(data, at, byte_order, properties, n)
 
 
-def _walk(data: bytes, at: int, coding: str, properties: list[_Property], n: int) -> _Places:
-    """`_places` of `n` rows, row by row."""
-    steps, skip, least = [], 0, 0
+def _layout_by_row(
+    data: bytes, at: int, byte_order: str, properties: list[_Property], n: int
+) -> _Layout:
+    """`_layout` of `n` rows, computed row by row."""
+    # a list: bytes before it, reader of its count, bytes of the count, bytes of a value
+    lists, skip, min_size = [], 0, 0
     for p in properties:
-        size, length = _dtype(coding, p.kind).itemsize, 0
-        if p.length:
-            length = _dtype(coding, p.length).itemsize
-            steps.append((skip, _counter(data, coding, p.length), length, size))
-        skip = 0 if p.length else skip + size
-        least += length or size
-    if n * least > len(data) - at:
+        value_size, count_size = _dtype(byte_order, p.dtype).itemsize, 0
+        if p.count_dtype:
+            count_size = _dtype(byte_order, p.count_dtype).itemsize
+            lists.append(
+                (skip, _count_reader(data, byte_order, p.count_dtype), count_size, value_size)
+            )
+        skip = 0 if p.count_dtype else skip + value_size
+        min_size += count_size or value_size
+    if n * min_size > len(data) - at:
         raise ValueError("more rows than the data can hold")
     rows, counts = array("q"), array("q")
     for _ in range(n):
         rows.append(at)
-        for before, count, length, size in steps:
+        for before, read_count, count_size, value_size in lists:
             at += before
             counts.append(at)
-            n_values = count(at)
+            n_values = read_count(at)
             if n_values < 0:
-                raise ValueError("not a count")
-            at += length + n_values * size
+                raise ValueError("a count is negative or not a whole number")
+            at += count_size + n_values * value_size
         at += skip
     if at > len(data):
-        raise ValueError("the last row is cut")
-    return _Places(np.array(rows), np.array(counts).reshape(n, len(steps)), at)
+        raise ValueError("the last row is truncated")
+    return _Layout(np.array(rows), np.array(counts).reshape(n, len(lists)), at)
 
 
-def _counter(data: bytes, coding: str, kind: str) -> Callable[[int], int]:
-    """A function that reads the count at a position; negative if it is not a whole number."""
-    if not coding:
+def _count_reader(data: bytes, byte_order: str, dtype: str) -> Callable[[int], int]:
+    """A function that reads the count at a byte offset; -1 if it is not a whole number."""
+    if not byte_order:
         numbers = memoryview(data).cast("d")
         return lambda at: int(x) if (x := numbers[at >> 3]).is_integer() else -1
-    if kind == "u1":
+    if dtype == "u1":
         return data.__getitem__
-    read = struct.Struct(coding + np.dtype(kind).char).unpack_from
+    read = struct.Struct(byte_order + np.dtype(dtype).char).unpack_from
     return lambda at: int(read(data, at)[0])
 
 
-def _split(data: bytes, coding: str, properties: list[_Property], places: _Places) -> _Columns:
-    """All scalars, and the list of the corners."""
+def _parse(data: bytes, byte_order: str, properties: list[_Property], layout: _Layout) -> _Columns:
+    """All scalars, and the list of point ids."""
     scalars: dict[str, Array] = {}
-    corners = no_rows()
-    lists = [p for p in properties if p.length]
-    wanted = next((p for p in lists if p.name.startswith("vertex_ind")), None)
-    at, counts = places.rows, iter(places.counts.T)
+    polygons = no_rows()
+    lists = [p for p in properties if p.count_dtype]
+    point_ids = next((p for p in lists if p.name.startswith("vertex_ind")), None)
+    at, counts = layout.rows, iter(layout.counts.T)
     for p in properties:
-        kind = _dtype(coding, p.kind)
-        if not p.length:
-            scalars[p.name] = _values(data, at, kind)[:, 0].astype(p.kind)
-            at = at + kind.itemsize
+        dtype = _dtype(byte_order, p.dtype)
+        if not p.count_dtype:
+            scalars[p.name] = _values(data, at, dtype)[:, 0].astype(p.dtype)
+            at = at + dtype.itemsize
             continue
-        length, count_at = _dtype(coding, p.length), next(counts)
-        count = _values(data, count_at, length)[:, 0].astype(np.int64)
-        at = count_at + length.itemsize
-        if p is wanted:
-            corners = _ragged(data, at, count, kind)
-        at = at + count * kind.itemsize
-    return _Columns(scalars, *corners)
+        count_dtype, count_at = _dtype(byte_order, p.count_dtype), next(counts)
+        count = _values(data, count_at, count_dtype)[:, 0].astype(np.int64)
+        at = count_at + count_dtype.itemsize
+        if p is point_ids:
+            polygons = _ragged(data, at, count, dtype)
+        at = at + count * dtype.itemsize
+    return _Columns(scalars, *polygons)
 
 
-def _ragged(data: bytes, at: Array, counts: Array, kind: np.dtype[Any]) -> tuple[Array, Array]:
-    """Concatenated ids of `counts` values from each of the given positions on; their offsets."""
+def _ragged(data: bytes, at: Array, counts: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Lists of `counts` ids that start at the byte offsets `at`, in CSR form: (ids, offsets)."""
     offsets = offsets_of(counts)
     ids = np.empty(offsets[-1], np.int64)
     for width in np.flatnonzero(np.bincount(counts)).tolist():
         rows = np.flatnonzero(counts == width)
-        values = _values(data, at[rows], kind, width)
-        ids[offsets[rows][:, None] + np.arange(width)] = _whole(values)
+        values = _values(data, at[rows], dtype, width)
+        ids[offsets[rows][:, None] + np.arange(width)] = _to_int64(values)
     return ids, offsets
 
 
-def _values(data: bytes, at: Array, kind: np.dtype[Any], width: int = 1) -> Array:
-    """(n, width) values from each of the given positions (n,) on."""
-    room = len(data) - width * kind.itemsize + 1
-    return np.ndarray((max(room, 0), width), kind, data, 0, (1, kind.itemsize))[at]
+def _values(data: bytes, at: Array, dtype: np.dtype[Any], width: int = 1) -> Array:
+    """(n, width) values: `width` consecutive ones from each byte offset in `at` (n,)."""
+    room = len(data) - width * dtype.itemsize + 1
+    return np.ndarray((max(room, 0), width), dtype, data, 0, (1, dtype.itemsize))[at]
 
 
-def _whole(ids: Array) -> Array:
+def _to_int64(ids: Array) -> Array:
     """The ids as int64.
 
     Raises:
@@ -240,9 +253,9 @@ def _whole(ids: Array) -> Array:
     with np.errstate(invalid="ignore"):
         out = ids.astype(np.int64)
     if ids.dtype.kind == "f" and (out != ids).any():
-        raise ValueError("a corner that is not a whole number")
+        raise ValueError("a point id is not a whole number")
     return out
 
 
-def _dtype(coding: str, kind: str) -> np.dtype[Any]:
-    return np.dtype(coding + kind if coding else "f8")
+def _dtype(byte_order: str, dtype: str) -> np.dtype[Any]:
+    return np.dtype(byte_order + dtype if byte_order else "f8")
