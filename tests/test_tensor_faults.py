@@ -76,6 +76,16 @@ def on_ranks(function, given, sizes):
     return simulate(len(sizes), job)
 
 
+def assert_same_gradient(got, wanted):
+    """Compare within rounding; instead of no gradient there may be zeros."""
+    if wanted is None:
+        assert got is None or not got.any()
+        return
+    slack = SLACK.get(wanted.dtype, 1e-12)
+    atol = slack * (1 + wanted.abs().nan_to_num().max().item())
+    torch.testing.assert_close(got, wanted, equal_nan=True, rtol=slack, atol=atol)
+
+
 def assert_as_serial(function, *given):
     """Compare with one process; each argument has the dim along which it is sharded, or None."""
     values, grads = run(function, fresh(given), lambda x: x)
@@ -84,18 +94,7 @@ def assert_as_serial(function, *given):
         for found, found_grads in on_ranks(function, given, sizes):
             torch.testing.assert_close(found, values, equal_nan=True)
             for got, wanted in zip(found_grads, grads, strict=True):
-                assert_close_gradient(got, wanted)
-
-
-def assert_close_gradient(got, wanted):
-    """None equals zeros, since a rank without rows does not use an argument."""
-    if wanted is None or got is None:
-        assert wanted is None
-        assert got is None or not got.any()
-        return
-    slack = SLACK.get(wanted.dtype, 1e-12)
-    atol = slack * (1 + wanted.abs().nan_to_num().max().item())
-    torch.testing.assert_close(got, wanted, equal_nan=True, rtol=slack, atol=atol)
+                assert_same_gradient(got, wanted)
 
 
 # ------------------------------------------------------------------------------------- attention
