@@ -32,13 +32,13 @@ def require_same_sharding(func: Any, args: Any, kwargs: Any = None) -> ShardTens
 
 
 def require_whole_domain(func: Any, args: Any, domain: Domain) -> None:
-    """Raise inside a `DeepHalo`, whose ranks hold only the rows near their owned ones.
+    """Raise inside a `DeepHalo`, where a rank has only the rows near its owned rows.
 
     Raises:
-        NoShardRule: the function couples all rows, but the domain has a part of them.
+        NoShardRule: the function couples all rows, but the rank has only some of them.
     """
     if not domain.whole:
-        why = "it couples all rows, but inside a DeepHalo only those near the owned rows are known"
+        why = "it couples rows, but a deep halo has only those near the owned rows"
         raise refuse(func, args, None, why)
 
 
