@@ -269,5 +269,7 @@ def test_edges_of_another_order_are_refused():
         MeshshardError, match=r"nodes .* are sharded on dim 0 with .*; expected the graph's"
     ):
         model(x[:5], graph, graph.take(torch.randn(20, 3)))
-    with pytest.raises(MeshshardError, match=r"expected a tensor sharded along dim 0 .* redistribute"):
+    with pytest.raises(
+        MeshshardError, match=r"expected a tensor sharded along dim 0 .* redistribute"
+    ):
         graph.local(x[:5])
