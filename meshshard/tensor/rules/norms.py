@@ -51,7 +51,7 @@ def rms_norm(
 
 
 def _check_weights(func: Any, x: Any, shape: Sequence[int], weights: tuple[Any, ...]) -> None:
-    """Check shapes and shardings on all ranks alike.
+    """Check shapes and shardings, with the same result on every rank.
 
     Raises:
         NoShardRule: only weights are sharded, or weights of plain features are.
