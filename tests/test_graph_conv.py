@@ -311,6 +311,24 @@ def test_the_size_of_a_call_is_that_of_the_whole_graph(ranks, size):
     assert max([size_job()] if size == 1 else ranks[size].run(size_job)) < 1e-12
 
 
+def labels_job():
+    """Labels of which no rank has all, as integers and one-hot."""
+    domain = init_domain()
+    edges, graph, x, _ = sample(domain, directed=True)
+    known, far = torch.arange(60) % 3 > 0, []
+    for labels in (torch.arange(60) // 9, (x > 0).double()):
+        conv = pyg.LabelPropagation(3, 0.7)
+        want = conv(labels, edges, known)
+        y, mask = (convs.shard_of(a, graph.nodes) for a in (labels, known))
+        far.append(farthest(convert(conv)(y, graph, mask).gather(), want))
+    return max(far)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_label_propagation(ranks, size):
+    assert max(ranks[size].run(labels_job)) < 1e-6
+
+
 def bipartite_loops_job():
     """Loops are added by row number: refused; with loops in the graph, it is exact."""
     domain = init_domain()
@@ -456,6 +474,11 @@ REFUSED = [
     (lambda: pyg.SimpleConv(pyg.aggr.EquilibriumAggregation(C, C, [8])), "of all nodes at once"),
     (lambda: pyg.GCNConv(C, C, flow="target_to_source"), "reverse the edges"),
     (lambda: pyg.SAGEConv(C, C, decomposed_layers=2), "decomposed_layers=2"),
+    (lambda: pyg.MeshCNNConv(C, C), "MeshCNNConv .*four in-edges"),
+    (lambda: pyg.models.LINKX(9, C, C, C, 2), "LINKX .*parameter row for every node"),
+    (lambda: pyg.GPSConv(C, None, heads=2), "GPSConv .*dense matrix"),
+    (lambda: pyg.MemPooling(C, C, 2, 2), "MemPooling .*dense matrix"),
+    (lambda: pyg.aggr.GraphMultisetTransformer(C, 2), "GraphMultisetTransformer .*dense matrix"),
     (lambda: nn.Sequential(pyg.TopKPooling(C)), "TopKPooling .*selects among all nodes"),
     (lambda: nn.Sequential(pyg.SAGPooling(C)), "SAGPooling .*selects among all nodes"),
     (lambda: nn.Sequential(pyg.aggr.EquilibriumAggregation(C, C, [8])), "replicated on every rank"),

@@ -29,7 +29,7 @@ class ConvContext(TorchFunctionMode):
         name: the name of the convolution in errors.
         rules: functions that replace torch functions, called with this context, the torch function
             and its arguments.
-        max_over_edges: `tensor.max()` is over the edges of all ranks.
+        max_over_ranks: `tensor.max()` is over the edges, or the integers of nodes, of all ranks.
         edge_index: the edges of the current propagate, or of the last one.
         in_propagate: whether a propagate or an edge update is running.
         stale: whether halo rows must be exchanged before they are read again.
@@ -40,11 +40,11 @@ class ConvContext(TorchFunctionMode):
         subgraph: HaloSubgraph,
         name: str,
         rules: Mapping[Any, Rule],
-        max_over_edges: bool = False,
+        max_over_ranks: bool = False,
     ) -> None:
         super().__init__()
         self.subgraph, self.name, self.rules = subgraph, name, rules
-        self.max_over_edges = max_over_edges
+        self.max_over_ranks = max_over_ranks
         self.edge_index = subgraph.edge_index
         self.in_propagate = self.stale = False
 

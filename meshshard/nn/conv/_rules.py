@@ -95,11 +95,12 @@ def _is_over_edges(run: ConvContext, out: Any, index: Any, src: Any, given: Any)
 
 
 def _max(run: ConvContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """edge_index.max(), from which PyG infers the number of nodes; maxima over all ranks' edges."""
+    """edge_index.max(), from which PyG infers the number of nodes; maxima over all ranks."""
     x = args[0]
     if x is run.subgraph.edge_index:
         return x.new_tensor(run.subgraph.n_rows - 1)
-    if run.max_over_edges and len(args) == 1 and not kwargs and x.is_floating_point():
+    over_rows = x.is_floating_point() or (x.ndim > 0 and run.kind(x.shape[0]) == "rows")
+    if run.max_over_ranks and len(args) == 1 and not kwargs and over_rows:
         return run.subgraph.graph.domain.all_reduce(func(x), "max")
     return func(*args, **kwargs)
 

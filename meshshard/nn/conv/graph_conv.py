@@ -28,7 +28,7 @@ from meshshard.nn.conv._subgraph import (
     is_bipartite,
     pad_rows,
 )
-from meshshard.nn.conv.pyg import hops_of, is_pyg, pyg_class
+from meshshard.nn.conv.pyg import hops_of, pyg_class
 from meshshard.tensor import ShardGraph, ShardTensor
 from meshshard.tensor._torch_private import not_compiled
 from meshshard.tensor.shard_tensor import refuse, sharded_in
@@ -44,7 +44,7 @@ def convert_conv(conv: Any, hops: int | None = None) -> None:
         hops: how many hops it needs if it is not in the table of `pyg`; 2 by default.
     """
     conv._meshshard_hops = hops_of(conv, hops)
-    conv._meshshard_checked = is_pyg(conv)
+    conv._meshshard_checked = pyg_class(conv) is not None
     swap_class(conv, on_shards)
     for module in conv.modules():
         if hasattr(module, "q") and hasattr(module, "interpolation"):
@@ -138,7 +138,7 @@ def _run(conv: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, An
         unknown = "size" in names and local.get("size") is None
         if has_size or (unknown and is_bipartite(graph)):
             local["size"] = (subgraph.n_rows, subgraph.n_destinations)
-        with ConvContext(subgraph, name, RULES, row is not None and row.max_over_edges):
+        with ConvContext(subgraph, name, RULES, row is not None and row.max_over_ranks):
             return _owned(forward(**local), subgraph, plain, name)
 
     subgraph = halo_subgraph_of(graph, conv._meshshard_hops)

@@ -25,7 +25,8 @@ class PyGClass:
         hops: of a convolution, how many hops make it exact: 1 if it uses edges in messages and
             their aggregation only, 2 if it uses degrees of neighbors.
         one_hop_without: an attribute of the convolution without which one hop is enough.
-        max_over_edges: a convolution's `tensor.max()` is over the edges of all ranks.
+        max_over_ranks: a convolution's `tensor.max()` is over the edges, or the integers of nodes,
+            of all ranks.
         fast_path: function that computes a convolution as a sparse product, if there is one.
         refused: why it cannot be exact on shards.
         refused_in_conv: why an aggregation cannot be exact inside a convolution.
@@ -35,7 +36,7 @@ class PyGClass:
     kind: str = "convolution"
     hops: int = 2
     one_hop_without: str = ""
-    max_over_edges: bool = False
+    max_over_ranks: bool = False
     fast_path: FastPath | None = None
     refused: str = ""
     refused_in_conv: str = ""
@@ -60,6 +61,8 @@ _KINDS = "it has several kinds of nodes"
 _HYPEREDGES = "its edges join nodes and hyperedges; use two bipartite layers"
 _EDGE_ORDER = "it depends on the order of the edges; use mean, max, softmax, std or median"
 _MAX_DEGREE = "it depends on the largest in-degree of all nodes; use mean, max or softmax"
+_FOUR_EDGES = "it reads the four in-edges of a node by their place in the list of all edges"
+_ROW_PARAMETERS = "it has a parameter row for every node, which would have to be sharded"
 _ROW_ORDER = "it orders the rows of all ranks"
 
 CLASSES: dict[str, PyGClass] = {
@@ -68,7 +71,7 @@ CLASSES: dict[str, PyGClass] = {
     "ARMAConv": _TWO_HOPS,
     "AntiSymmetricConv": _TWO_HOPS,
     "CGConv": _ONE_HOP,
-    "ChebConv": PyGClass(hops=2, max_over_edges=True),
+    "ChebConv": PyGClass(hops=2, max_over_ranks=True),
     "ClusterGCNConv": _ONE_HOP,
     "DynamicEdgeConv": _refused("convolution", _SEARCH),
     "EGConv": _TWO_HOPS,
@@ -94,7 +97,9 @@ CLASSES: dict[str, PyGClass] = {
     "HypergraphConv": _refused("convolution", _HYPEREDGES),
     "LEConv": _ONE_HOP,
     "LGConv": _TWO_HOPS,
+    "LabelPropagation": PyGClass(hops=2, max_over_ranks=True),  # its classes are the largest label
     "MFConv": _ONE_HOP,
+    "MeshCNNConv": _refused("convolution", _FOUR_EDGES),
     "MixHopConv": _TWO_HOPS,
     "NNConv": _ONE_HOP,
     "PDNConv": _TWO_HOPS,
@@ -138,6 +143,8 @@ CLASSES: dict[str, PyGClass] = {
     "LayerNorm": _NORM,
     "MeanSubtractionNorm": _NORM,
     "PairNorm": _NORM,
+    # models
+    "LINKX": _refused("model", _ROW_PARAMETERS),
     # pooling
     "ASAPooling": _refused("pooling", _CHOICE),
     "ClusterPooling": _refused("pooling", _CHOICE),
