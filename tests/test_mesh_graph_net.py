@@ -270,6 +270,6 @@ def test_edges_of_another_order_are_refused():
     ):
         model(x[:5], graph, graph.take(torch.randn(20, 3)))
     with pytest.raises(
-        MeshshardError, match=r"expected a tensor sharded along dim 0 .* redistribute"
+        MeshshardError, match=r"expected a tensor sharded along dim 0 .*redistribute"
     ):
         graph.local(x[:5])
