@@ -365,3 +365,23 @@ def test_threads_and_process_groups_give_the_same_results(ranks):
     for (grad, others), (wanted, wanted_others) in pairs:
         assert torch.allclose(grad, wanted, rtol=1e-12)
         assert others == wanted_others
+
+
+DIFFERENT_CALLS = {
+    "an early end": (lambda d: d.rank or d.all_reduce(torch.ones(2)), "all_reduce"),
+    "another kind": (
+        lambda d: d.all_reduce(torch.ones(2)) if d.rank else d.share(1),
+        r"rank 0 in gather_objects\(\), rank 1 in all_reduce\(sum, \(2,\), torch.float32\)",
+    ),
+    "another shape": (
+        lambda d: d.all_reduce(torch.ones(2 + (d.rank == 2))),
+        r"rank 0 in all_reduce\(sum, \(2,\), .*rank 2 in all_reduce\(sum, \(3,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT_CALLS)
+def test_simulated_ranks_in_different_collectives_raise(case):
+    job, message = DIFFERENT_CALLS[case]
+    with pytest.raises(DomainError, match=message):
+        simulate(3, job)

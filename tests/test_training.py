@@ -248,7 +248,10 @@ REFUSED = {
     "nn.Parameter": (lambda x: nn.Parameter(x), r"a parameter is replicated; .* use a leaf"),
     "all_reduce": (lambda x: torch.distributed.all_reduce(x), "all_reduce has no exact rule"),
     "broadcast": (lambda x: torch.distributed.broadcast(x, 0), "broadcast has no exact rule"),
-    "plain target": (lambda x: torch.zeros(2, ROWS, 5).__setitem__(0, x), "a plain tensor cannot be changed in place"),
+    "plain target": (
+        lambda x: torch.zeros(2, ROWS, 5).__setitem__(0, x),
+        "a plain tensor cannot be changed in place",
+    ),
     "mixed lists": (
         lambda x: torch._foreach_add_([torch.zeros(2), x], [torch.zeros(2), torch.zeros(ROWS, 5)]),
         "the tensors at one position of the lists must all be sharded",

@@ -45,6 +45,8 @@ def simulate(size: int, job: Callable[[Domain], T]) -> list[T]:
             results[rank] = job(Domain(ThreadTransport(group, rank)))
         except BaseException as error:
             group.fail(rank, error)
+        finally:
+            group.end(rank)
 
     threads = [threading.Thread(target=_run, args=(rank,)) for rank in range(size)]
     for thread in threads:

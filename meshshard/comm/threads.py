@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshshard.comm.transport import Transport
+from meshshard.errors import DomainError, n_of
 
 __all__ = ["ThreadGroup", "ThreadTransport"]
 
@@ -29,14 +30,50 @@ class ThreadGroup:
         self.failure: tuple[int, BaseException] | None = None
         self._slots: list[Any] = [None] * size
         self._barrier = threading.Barrier(size)
+        self._lock = threading.Lock()
+        self._calls = [0] * size  # collectives that each rank has entered
+        self._ended: set[int] = set()
 
-    def gather(self, rank: int, value: T) -> list[T]:
-        """The values of all ranks, by rank; not copied."""
-        self._slots[rank] = value
+    def gather(self, rank: int, call: tuple[Any, ...], value: T) -> list[T]:
+        """The values of all ranks, by rank; not copied.
+
+        Args:
+            rank: this rank.
+            call: the collective and what must be equal on all ranks: shape, type.
+            value: the value of this rank.
+
+        Raises:
+            DomainError: on every rank, if another rank is in another collective or has ended.
+        """
+        self._enter(rank, call)
+        self._slots[rank] = call, value
         self._barrier.wait()
-        values = list(self._slots)
+        slots = list(self._slots)
         self._barrier.wait()
-        return values
+        for other, (other_call, _) in enumerate(slots):
+            if other_call != slots[0][0]:
+                raise DomainError(
+                    f"ranks are in different collectives: rank 0 in {_written(slots[0][0])}, "
+                    f"rank {other} in {_written(other_call)}"
+                )
+        return [value for _, value in slots]
+
+    def end(self, rank: int) -> None:
+        """Record that a rank makes no more collectives; ranks that wait for it raise."""
+        with self._lock:
+            self._ended.add(rank)
+            if max(self._calls) > self._calls[rank]:
+                self._barrier.abort()
+
+    def _enter(self, rank: int, call: tuple[Any, ...]) -> None:
+        with self._lock:
+            self._calls[rank] += 1
+            missing = [r for r in self._ended if self._calls[r] < self._calls[rank]]
+        if missing:
+            raise DomainError(
+                f"rank {rank} is in {_written(call)}, but rank {missing[0]} has ended after "
+                f"{n_of(self._calls[missing[0]], 'collectives')}"
+            )
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Record the first error, and raise BrokenBarrierError in the threads that wait."""
@@ -55,7 +92,8 @@ class ThreadTransport(Transport):
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """See `Transport`; a sum adds in the order of the ranks."""
-        terms = torch.stack(self.group.gather(self.rank, x.clone()))
+        call = ("all_reduce", op, tuple(x.shape), x.dtype)
+        terms = torch.stack(self.group.gather(self.rank, call, x.clone()))
         return x.copy_(terms.sum(0) if op == "sum" else terms.amax(0))
 
     def start_all_to_all(
@@ -63,15 +101,21 @@ class ThreadTransport(Transport):
     ) -> tuple[Tensor, None]:
         """See `Transport`; the rows have arrived when it returns."""
         del receive
-        sent = self.group.gather(self.rank, torch.split(x.clone(), list(send)))
+        call = ("all_to_all", tuple(x.shape[1:]), x.dtype)
+        sent = self.group.gather(self.rank, call, torch.split(x.clone(), list(send)))
         return torch.cat([parts[self.rank] for parts in sent]), None
 
     def gather_objects(self, value: T) -> list[T]:
         """See `Transport`; the values are not copied."""
-        values: list[T] = self.group.gather(self.rank, value)
+        values: list[T] = self.group.gather(self.rank, ("gather_objects",), value)
         return values
 
     def shared_seed(self) -> int:
         """One draw by rank 0, as all threads share one default generator."""
         seed = super().shared_seed() if self.rank == 0 else 0
         return self.gather_objects(seed)[0]
+
+
+def _written(call: tuple[Any, ...]) -> str:
+    """A collective as text: its name, then what must be equal on all ranks."""
+    return f"{call[0]}({', '.join(map(str, call[1:]))})"
