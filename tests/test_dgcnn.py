@@ -119,6 +119,6 @@ def test_neighbors_by_position_and_collectives_of_backward(ranks):
 
 def test_an_unknown_norm_is_refused():
     with pytest.raises(
-        MeshshardError, match="norm 'group' is unknown; choose one of batch, layer, None"
+        MeshshardError, match="expected a norm of batch, layer or None, got 'group'"
     ):
         DGCNN(3, 1, norm="group")
