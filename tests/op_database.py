@@ -1,0 +1,358 @@
+"""PyTorch's operator database on sharded tensors: every sample, sharded in every way, by serial.
+
+Three simulated ranks with uneven and empty shards; values, types, shapes and all gradients. Used by
+tests/test_op_database.py (a sample) and benchmarks/op_database.py (all of it).
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from meshshard.comm import simulate
+from meshshard.errors import DomainError
+from meshshard.tensor import NoShardRule, ShardTensor, shard
+
+RANKS = 3
+TOLERANCE = 1e-9  # relative to the largest number; float64
+SPLITS = ((0.55, 0.0, 0.45), (0.0, 0.3, 0.7))  # share of the rows of each rank
+ORDER = ("exact", "refused", "wrong", "diverged", "error")  # the last one that occurs is told
+DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)
+NOT_TENSOR_WORK = ("to_sparse", "sparse", "jiterator", "torch.ops", "_segment_reduce", "nested")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one call: a word of `ORDER`, and why."""
+
+    kind: str
+    why: str = ""
+
+
+@dataclass
+class Call:
+    """One call of an operation: its arguments as leaves, and which of them are sharded.
+
+    Attributes:
+        function: called with the arguments.
+        leaves: of (input, args, kwargs), flattened.
+        spec: how to put them together.
+        dims: sharded dim of each sharded leaf, by number of the leaf.
+        label: which variant and sharding this is.
+        compare: whether values are compared; not for random numbers.
+    """
+
+    function: Callable[..., Any]
+    leaves: list[Any]
+    spec: Any
+    dims: dict[int, int]
+    label: str
+    compare: bool = True
+    sizes: tuple[int, ...] = field(default=())
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        value, args, kwargs = tree_unflatten(leaves, self.spec)
+        return self.function(value, *args, **kwargs)
+
+
+def dtype_of(op: Any) -> torch.dtype | None:
+    """float64, or what the operation takes instead."""
+    return next((d for d in DTYPES if d in op.dtypes), None)
+
+
+def full_name(op: Any) -> str:
+    return op.name + (f" ({op.variant_test_name})" if op.variant_test_name else "")
+
+
+def random(op: Any) -> bool:
+    names = ("rand", "bernoulli", "multinomial", "normal", "dropout", "rrelu", "uniform", "empty",
+             "exponential", "cauchy", "geometric", "log_normal", "fractional_max_pool")  # fmt: skip
+    exact = ("nn.functional.normalize", "nn.functional.layer_norm")
+    return op.name not in exact and any(word in op.name for word in names)
+
+
+def cut(rows: int, split: tuple[float, ...]) -> tuple[int, ...]:
+    """Sizes that add up to the rows."""
+    ends = [round(rows * sum(split[: i + 1])) for i in range(len(split))]
+    return tuple(b - a for a, b in zip([0, *ends[:-1]], ends, strict=True))
+
+
+def shardings(leaves: list[Any]) -> Iterator[tuple[str, dict[int, int]]]:
+    """First tensor alone on each dim; with all that have as many rows there; each other alone."""
+    tensors = [(i, a) for i, a in enumerate(leaves) if isinstance(a, torch.Tensor) and a.ndim]
+    if not tensors:
+        return
+    first, x = tensors[0]
+    for dim in range(x.ndim):
+        if x.shape[dim] < 2:
+            continue
+        yield f"input dim {dim}", {first: dim}
+        mates = {
+            i: a.ndim - x.ndim + dim
+            for i, a in tensors[1:]
+            if a.ndim >= x.ndim - dim and a.shape[a.ndim - x.ndim + dim] == x.shape[dim]
+        }
+        if mates:
+            yield f"all dim {dim}", {first: dim, **mates}
+    for i, a in tensors[1:]:
+        for dim in range(a.ndim):
+            if a.shape[dim] > 1:
+                yield f"argument {i} dim {dim}", {i: dim}
+
+
+def variants(op: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield "function", op.op
+    if op.method_variant is not None:
+        yield "method", op.method_variant
+    if op.inplace_variant is not None:
+        yield "in place", op.inplace_variant
+
+
+def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call on a copy, so that a leaf stays; both the value and the changed copy are told."""
+
+    def _call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        changed = x.clone()
+        value = function(changed, *args, **kwargs)
+        return value, changed
+
+    return _call
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values with strides that are not those of a fresh tensor."""
+    out = torch.empty((*x.shape, 2), dtype=x.dtype)[..., 0] if x.ndim else x.clone()
+    return out.copy_(x.detach()).requires_grad_(x.requires_grad)
+
+
+def calls(op: Any, samples: int | None = None) -> Iterator[Call]:
+    """Every call of an operation: samples, variants, shardings, sizes."""
+    dtype = dtype_of(op)
+    if dtype is None:
+        return
+    grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        every = list(op.sample_inputs("cpu", dtype, requires_grad=grad))
+    for number, sample in enumerate(every[:samples]):
+        for call in calls_of_sample(op, sample):
+            yield replace(call, label=f"sample {number}, {call.label}")
+
+
+def calls_of_sample(op: Any, sample: Any) -> Iterator[Call]:
+    """Variants, shardings, sizes and strides of one sample."""
+    leaves, spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
+    for (how, function), (name, dims) in product(variants(op), list(shardings(leaves))):
+        changes = how == "in place"
+        if changes and (sample.broadcasts_input or 0 not in dims):
+            continue
+        run = in_place(function) if changes else function
+        first, dim = next(iter(dims.items()))
+        sizes = [cut(leaves[first].shape[dim], split) for split in SPLITS]
+        other = [strided(a) if i in dims else a for i, a in enumerate(leaves)]
+        compare = not random(op) and not sample.kwargs.get("dropout_p")
+        yield Call(run, leaves, spec, dims, f"{how}, {name}, sizes {sizes[0]}", compare, sizes[0])
+        if how == "function":
+            yield Call(
+                run, leaves, spec, dims, f"{how}, {name}, sizes {sizes[1]}", compare, sizes[1]
+            )
+            yield Call(
+                run, other, spec, dims, f"strided, {name}, sizes {sizes[0]}", compare, sizes[0]
+            )
+
+
+def fresh(a: Any) -> Any:
+    """A leaf that can be differentiated and changed without a trace elsewhere."""
+    if not isinstance(a, torch.Tensor):
+        return a
+    copy = (
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a.detach())
+        if (a.layout == torch.strided)
+        else a.detach().clone()
+    )
+    return copy.requires_grad_(a.requires_grad)
+
+
+def coefficients(x: torch.Tensor) -> torch.Tensor:
+    numbers = torch.cos(torch.arange(x.numel(), dtype=torch.float64) + 1)
+    return numbers.reshape(x.shape).to(x.dtype)
+
+
+def differentiable(leaves: list[Any]) -> list[int]:
+    return [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor) and a.requires_grad]
+
+
+def serial(call: Call) -> tuple[list[Any], Any, list[Any]]:
+    """Values, their structure, and gradients of all leaves that want one."""
+    leaves = [fresh(a) for a in call.leaves]
+    values, spec = tree_flatten(call(leaves))
+    wanted = differentiable(leaves)
+    grads: list[Any] = [None] * len(wanted)
+    outs = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
+    if wanted and outs and call.compare:
+        seeds = [coefficients(v.detach()) for v in outs]
+        inputs = [leaves[i] for i in wanted]
+        grads = list(torch.autograd.grad(outs, inputs, seeds, allow_unused=True))
+    return values, spec, grads
+
+
+def of_rank(domain: Any, call: Call, values: list[Any], spec: Any, grads: list[Any]) -> str:
+    """Run a call on one rank; what differs from serial, empty where nothing does."""
+    leaves = [
+        shard(fresh(a).detach(), domain, call.sizes, dim=call.dims[i])
+        if i in call.dims
+        else fresh(a)
+        for i, a in enumerate(call.leaves)
+    ]
+    for i in call.dims:
+        if call.leaves[i].requires_grad:
+            leaves[i].requires_grad_()
+    got, found = tree_flatten(call(leaves))
+    if found != spec and len(got) != len(values):
+        return f"structure {found} for {spec}"
+    for g, v in zip(got, values, strict=True):
+        if wrong := differs(g, v, call.compare):
+            return wrong
+    if any(g is not None for g in grads):
+        return gradients_differ(domain, call, leaves, got, values, grads)
+    return ""
+
+
+def differs(got: Any, value: Any, compare: bool) -> str:
+    """What is wrong with one result, empty where nothing is."""
+    if not isinstance(value, torch.Tensor):
+        if isinstance(got, torch.Tensor):
+            return f"a tensor for {type(value).__name__}"
+        same = got == value or (compare is False) or (value != value and got != got)
+        return "" if same else f"{got!r} for {value!r}"
+    if not isinstance(got, torch.Tensor):
+        return f"{type(got).__name__} for a tensor"
+    if tuple(got.shape) != tuple(value.shape):
+        return f"shape {tuple(got.shape)} for {tuple(value.shape)}"
+    if got.dtype != value.dtype:
+        return f"dtype {got.dtype} for {value.dtype}"
+    whole = got.detach().gather() if type(got) is ShardTensor else got.detach()
+    return unequal(whole, value.detach()) if compare else ""
+
+
+def unequal(got: torch.Tensor, value: torch.Tensor) -> str:
+    got, value = got.resolve_conj().resolve_neg(), value.resolve_conj().resolve_neg()
+    if not value.numel():
+        return ""
+    if not (value.is_floating_point() or value.is_complex()):
+        return "" if torch.equal(got, value) else "values differ"
+    finite = value.abs()[value.isfinite()]
+    scale = max(finite.max().item() if finite.numel() else 1.0, 1e-3)
+    close = torch.allclose(got, value, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)
+    return "" if close else f"values differ by {(got - value).abs().max().item():.2e}"
+
+
+def gradients_differ(
+    domain: Any, call: Call, leaves: list[Any], got: list[Any], values: list[Any], grads: list[Any]
+) -> str:
+    """What is wrong with gradients, empty where nothing is."""
+    outs, seeds = [], []
+    for g, v in zip(got, values, strict=True):
+        if not (isinstance(v, torch.Tensor) and v.requires_grad):
+            continue
+        if not g.requires_grad:
+            return "a result without gradient"
+        seed = coefficients(v.detach())
+        outs.append(g)
+        seeds.append(
+            shard(seed, domain, g.sharding, dim=g.sharded_dim) if type(g) is ShardTensor else seed
+        )
+    wanted = differentiable(call.leaves)
+    found = torch.autograd.grad(outs, [leaves[i] for i in wanted], seeds, allow_unused=True)
+    for i, g, v in zip(wanted, found, grads, strict=True):
+        if i in call.dims:
+            whole = None if g is None else g.detach().gather()
+        else:
+            part = torch.zeros_like(leaves[i]) if g is None else g.detach().clone()
+            whole = domain.all_reduce(part) / domain.size
+        if v is None and whole is not None and not whole.any():
+            continue
+        if whole is None and v is not None and not v.any():
+            continue
+        if (whole is None) != (v is None):
+            return f"gradient of argument {i} is {'missing' if whole is None else 'there'}"
+        if whole is not None and (wrong := unequal(whole, v.detach())):
+            return f"gradient of argument {i}: {wrong}"
+    return ""
+
+
+def outcome(call: Call) -> Outcome | None:
+    """What became of a call on three ranks; None where serial PyTorch does not run it either."""
+    try:
+        want = serial(call)
+    except Exception:
+        return None
+    told: list[Outcome | None] = [None] * RANKS
+
+    def _rank(domain: Any) -> None:
+        try:
+            wrong = of_rank(domain, call, *want)
+            told[domain.rank] = Outcome("wrong", wrong) if wrong else Outcome("exact")
+        except NoShardRule as error:
+            told[domain.rank] = Outcome("refused", str(error))
+        except DomainError as error:
+            told[domain.rank] = Outcome("diverged", str(error))
+        except Exception as error:
+            told[domain.rank] = Outcome("error", f"{type(error).__name__}: {error}")
+
+    simulate(RANKS, _rank)
+    kinds = {t.kind for t in told if t}
+    if len(kinds) > 1 and kinds != {"exact", "wrong"}:
+        return Outcome("diverged", "; ".join(f"rank {r}: {t}" for r, t in enumerate(told)))
+    return max((t for t in told if t), key=lambda t: ORDER.index(t.kind))
+
+
+@dataclass
+class Verdict:
+    """Of one operation: how many calls had which outcome, and one example of each."""
+
+    name: str
+    counts: dict[str, int]
+    examples: dict[str, str]
+
+    @property
+    def word(self) -> str:
+        bad = [k for k in ORDER[2:] if self.counts.get(k)]
+        if bad:
+            return bad[-1]
+        if not self.counts.get("refused"):
+            return "exact"
+        return "partly" if self.counts.get("exact") else "refused"
+
+
+def judge(op: Any, samples: int | None = None) -> Verdict | None:
+    """The verdict on an operation; None where it has nothing to shard."""
+    counts: dict[str, int] = {}
+    examples: dict[str, str] = {}
+    for call in calls(op, samples):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = outcome(call)
+        if found is None:
+            continue
+        counts[found.kind] = counts.get(found.kind, 0) + 1
+        examples.setdefault(found.kind, f"{call.label}: {found.why}"[:400])
+    return Verdict(full_name(op), counts, examples) if counts else None
+
+
+def operations() -> list[Any]:
+    return [op for op in op_db if not any(w in op.name for w in NOT_TENSOR_WORK)]
+
+
+def sampled(share: int, turn: int) -> list[Any]:
+    """Every `share`-th operation, beginning elsewhere each turn."""
+    return operations()[turn % share :: share]
+
+
+__all__ = ["Verdict", "judge", "operations", "sampled"]
