@@ -17,6 +17,8 @@ from meshshard.partitioning.partition import partition
 from meshshard.tensor import FAMILIES
 from meshshard.tensor.shard_tensor import name_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 HELLO = """
 import sys
@@ -55,7 +57,6 @@ dist.destroy_process_group()
 SLEEPS = """
 import os, subprocess, sys, time
 
-pytestmark = pytest.mark.slow
 {}
 open(f"{{os.getpid()}}.pid", "w").close()
 time.sleep(60)

@@ -129,7 +129,9 @@ class ShardTensor(Tensor):
     def to_local(self) -> Tensor:
         """Owned rows as a plain tensor, in local autograd (see `meshshard.comm`)."""
         with native():
-            return self.view_as(self)
+            if self.requires_grad and self.is_leaf and torch.is_grad_enabled():
+                return _RowsOfLeaf.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+            return alias_of(self)
 
     def gather(self, *args: Any, **kwargs: Any) -> Tensor:
         """Without arguments: the whole tensor on every rank, replicated; with, as torch.gather.
@@ -259,6 +261,18 @@ class _LeafRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad / ctx.size, None
+
+
+class _RowsOfLeaf(torch.autograd.Function):
+    """The rows of a sharded leaf; not a view, as torch.compile cannot trace a sharded base."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def alias_of(x: Tensor) -> Tensor:
