@@ -1,7 +1,7 @@
-"""PyTorch's operator database on sharded tensors: every sample, sharded in every way, by serial.
+"""PyTorch's operator database on sharded tensors: samples sharded in every way.
 
-Three simulated ranks with uneven and empty shards; values, types, shapes and all gradients. Used by
-tests/test_op_database.py (a sample) and benchmarks/op_database.py (all of it).
+Three simulated ranks with uneven and empty shards; values, types, shapes and all gradients are
+compared with serial PyTorch. Used by benchmarks/op_database.py.
 """
 
 import warnings

@@ -167,7 +167,7 @@ def test_targets_and_weights(body: str, capsys: pytest.CaptureFixture[str]) -> N
         assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("method", ["metis", "morton", "rcb", "random", "labels.part.5"])
+@pytest.mark.parametrize("method", [*METHODS, "labels.part.5"])
 def test_methods(body: str, capsys: pytest.CaptureFixture[str], method: str) -> None:
     labels = np.arange(9794) % 5
     np.savetxt("labels.part.5", labels, fmt="%d")
@@ -318,7 +318,16 @@ def test_version_and_help() -> None:
     assert out.startswith("meshshard ")
     out, _ = meshshard("--help")
     assert "exit codes: 0 success" in out
-    for command in ("partition", "info", "validate", "gather", "view", "demo"):
+    for command in (
+        "partition",
+        "info",
+        "validate",
+        "gather",
+        "view",
+        "demo",
+        "launch",
+        "selftest",
+    ):
         assert command in out
         assert meshshard(command, "--help")[0]
 

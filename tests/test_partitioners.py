@@ -24,7 +24,7 @@ SHEET = grid_surface(40, 30)
 NODES = SHEET.n_cells
 GRAPH = cell_graph(SHEET)
 PLACED = Graph(GRAPH.indptr, GRAPH.indices, True, None, SHEET.centers())
-ALL = [Metis(), Metis("cut"), Metis(recursive=True), Morton(), RCB(), Random()]
+ALL = [Metis("cut"), Metis(recursive=True), *(method.make() for method in METHODS.values())]
 
 
 def cut(labels):

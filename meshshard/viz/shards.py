@@ -201,7 +201,7 @@ def _add_body(made: Any, scene: Scene, body: Drawing, field: str | None) -> None
         made.add_mesh(shown, scalars="color", rgb=True, **options)
         return
     shown["value"] = _values(subject, field)[body.rows]
-    bar = {"title": " ", "vertical": True, "n_labels": 5, "fmt": "%.4g", "color": "black"}
+    bar = {"title": " ", "vertical": True, "n_labels": 5, "fmt": "%.4g", "color": INK}
     bar |= {"position_x": 0.9, "position_y": 0.2, "height": 0.6, "width": 0.05}
     clim = _color_range(shown["value"])
     made.add_mesh(shown, scalars="value", cmap=COLORMAP, clim=clim, scalar_bar_args=bar, **options)
