@@ -14,6 +14,8 @@ from meshshard.cli import build_parser, main
 from meshshard.mesh import Mesh
 from meshshard.partitioning.methods import METHODS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -12,6 +12,8 @@ from meshshard.models import MeshGraphNet
 from meshshard.nn import cluster, cluster_around, coarsen, farthest_points
 from meshshard.tensor import ShardGraph, ShardTensor
 
+pytestmark = pytest.mark.slow
+
 N = 120
 
 

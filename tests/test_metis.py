@@ -22,6 +22,8 @@ from meshshard.mesh import Mesh
 from meshshard.partitioning import metis_child
 from meshshard.partitioning.methods import Metis, label
 
+pytestmark = pytest.mark.slow
+
 SLOW = 700  # side of a grid that takes METIS a second or more
 
 

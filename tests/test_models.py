@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from meshshard.comm import init_domain
 from meshshard.tensor import NoShardRule, by_own_rows, shard
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-12
 GRIDS = {"1x2": (1, 2), "1x4": (1, 4), "2x2": (2, 2)}
 SIZES = {  # of the domain of every data group

@@ -20,6 +20,8 @@ from meshshard.partitioning.methods import (
 )
 from meshshard.partitioning.partition import partition
 
+pytestmark = pytest.mark.slow
+
 SHEET = grid_surface(40, 30)
 NODES = SHEET.n_cells
 GRAPH = cell_graph(SHEET)

@@ -15,6 +15,8 @@ from meshshard.errors import MeshWarning, ReadError
 from meshshard.io import child
 from meshshard.mesh import Mesh
 
+pytestmark = pytest.mark.slow
+
 FUZZ = """
 import random, sys, warnings
 sys.path[:] = {path!r}

@@ -12,6 +12,8 @@ from meshshard.comm import DomainError, init_domain
 from meshshard.partitioning.partition import partition
 from meshshard.ranks.shard import load
 
+pytestmark = pytest.mark.slow
+
 AHMED = Path(__file__).parent.parent / "datasets" / "ahmed"
 
 

@@ -16,6 +16,8 @@ from meshshard.errors import StoreError
 from meshshard.graph.plan import Plan
 from meshshard.mesh import Mesh
 
+pytestmark = pytest.mark.slow
+
 MESHES = {"surface": surface, "cloud": cloud, "volume": volume, "hexes": lambda: volume(3, False)}
 ON = [("surface", "cells"), ("surface", "points"), ("cloud", "points"), ("volume", "cells"),
       ("volume", "points"), ("hexes", "cells")]  # fmt: skip

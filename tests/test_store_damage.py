@@ -20,6 +20,8 @@ from meshshard.errors import MeshshardError, StoreError
 from meshshard.mesh import Mesh
 from meshshard.store.manifest import is_foreign
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:

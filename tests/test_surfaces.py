@@ -12,6 +12,8 @@ from meshshard import io
 from meshshard.errors import ReadError
 from meshshard.io.readers import obj
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def load(tmp_path):

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, default_collate
 from meshshard.comm import init_domain
 from meshshard.tensor import NoShardRule, Sharding, ShardTensor, shard
 
+pytestmark = pytest.mark.slow
+
 SIZES = {2: (137, 863), 4: (137, 0, 400, 463)}
 ROWS = 1000
 TOLERANCE = 1e-12

@@ -25,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from meshshard.comm import init_domain
 from meshshard.tensor import NoShardRule, shard
 
+pytestmark = pytest.mark.slow
+
 
 def attention(**options):
     return lambda: nn.MultiheadAttention(8, 2, **{"batch_first": True} | options)

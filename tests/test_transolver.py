@@ -22,6 +22,8 @@ from meshshard.nn.slices import _tiles
 from meshshard.partitioning.partition import partition
 from meshshard.tensor import Sharding, ShardTensor, shard
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).parent / "data"
 AHMED = Path(__file__).parent.parent / "datasets" / "ahmed"
 TOLERANCE = 1e-10

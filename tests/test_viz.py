@@ -26,6 +26,8 @@ from meshshard.partitioning.partition import Partition, partition
 from meshshard.viz import Style, plot_bars, plot_rank_graph, plot_shards, view
 from meshshard.viz.colors import palette, shard_colors
 
+pytestmark = pytest.mark.slow
+
 SURFACE = Path(meshshard.__file__).parent / "data" / "boundary_1.vtp"
 BARE = Style(size=(600, 400), off_screen=True, flat=True, lines=False, numbers=False, legend=False)
 SMALL = Style(size=(600, 400), off_screen=True)
