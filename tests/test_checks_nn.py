@@ -83,6 +83,7 @@ def test_a_thread_that_fails_ends_all():
     assert isinstance(Domain().shared_seed(), int)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GCN", "GATv2", "MeshGraphNet"])
 def test_many_simulated_ranks(kind):
     edges = torch.from_numpy(grid(16, 14))

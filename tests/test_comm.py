@@ -271,6 +271,7 @@ def test_rows_of_another_dtype_are_an_error_on_every_rank():
         assert "ranks disagree on the rows of ring: rank 0 has (torch.float32, 2)" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", [late_job, raises_job])
 def test_all_ranks_end_with_a_message_if_one_raises_or_is_late(job):
     errors = Ranks(2, timeout=3).failures(job)

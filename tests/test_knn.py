@@ -99,6 +99,7 @@ def law_job(seed, lattice, scan):
         assert rows(graph) == want[own.first : own.first + own.own]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True], ids=["tree", "scan"])
 @pytest.mark.parametrize("size", SIZES)
 @laws

@@ -138,6 +138,7 @@ def trajectory_job():
     return farthest(torch.tensor(losses[1]), torch.tensor(losses[0]))
 
 
+@pytest.mark.slow
 def test_training_is_that_of_one_rank(ranks):
     assert max(ranks[3].run(trajectory_job)) < 1e-9
 
