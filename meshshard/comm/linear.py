@@ -16,7 +16,17 @@ from torch import Tensor
 from meshshard.comm.ranks import Ranks
 from meshshard.errors import DomainError
 
-__all__ = ["Gather", "Redistribute", "Replicate", "Shift", "Sum", "Window", "apply", "largest"]
+__all__ = [
+    "AllToAll",
+    "Gather",
+    "Redistribute",
+    "Replicate",
+    "Shift",
+    "Sum",
+    "Window",
+    "apply",
+    "largest",
+]
 
 
 class Linear(Protocol):
@@ -119,6 +129,23 @@ class Redistribute:
     def adjoint(self) -> Redistribute:
         """From sizes `want` to sizes `have`."""
         return Redistribute(self.ranks, self.want, self.have)
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Consecutive rows to every rank: `send[r]` of them go to rank r, `receive[r]` come from it."""
+
+    ranks: Ranks
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The received rows, ordered by rank."""
+        return self.ranks.all_to_all(x, self.send, self.receive, "all_to_all")
+
+    def adjoint(self) -> AllToAll:
+        """The same rows back to where they came from."""
+        return AllToAll(self.ranks, self.receive, self.send)
 
 
 @dataclass(frozen=True)

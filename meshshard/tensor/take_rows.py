@@ -1,0 +1,45 @@
+"""take_rows: global rows by number, wherever they are; what permutations and sorts are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshshard.comm.linear import AllToAll, apply
+from meshshard.tensor._torch_private import native
+from meshshard.tensor.shard_tensor import ShardTensor, wrap
+from meshshard.tensor.sharding import Sharding
+
+__all__ = ["take_rows"]
+
+
+def take_rows(x: ShardTensor, rows: Tensor, sharding: Sharding) -> ShardTensor:
+    """Rows of a sharded tensor by global number, on the ranks that want them.
+
+    Gradients are added where several ranks, or one rank several times, take the same row.
+
+    Args:
+        x: sharded along any dim.
+        rows: (sharding.own,) int64 global rows of `x` that this rank wants, each in 0 to
+            `x.sharding.total` - 1; in any order, repeats allowed.
+        sharding: of the result.
+
+    Communication: one all-to-all of counts, one of row numbers; one of rows forward and backward.
+    """
+    old = x._sharding
+    domain = old.domain
+    with native():
+        values = x.movedim(x._dim, 0)
+        if domain.size > 1:
+            ends = torch.tensor(old.sizes, device=rows.device).cumsum(0)
+            owner = torch.searchsorted(ends, rows, right=True)
+            order = torch.argsort(owner, stable=True)
+            want = torch.bincount(owner, minlength=domain.size).tolist()
+            asked, send = domain.route(rows[order], want)
+            sent = values.index_select(0, asked - old.first)
+            received = apply(AllToAll(domain, tuple(send), tuple(want)), sent)
+            back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)).to(order))
+            values = received.index_select(0, back)
+        else:
+            values = values.index_select(0, rows)
+        return wrap(values.movedim(0, x._dim), sharding, x._dim)
