@@ -19,6 +19,7 @@ __all__ = [
     "MeshError",
     "MeshWarning",
     "MeshshardError",
+    "NoShardRule",
     "PartitionError",
     "ReadError",
     "RenderError",
@@ -53,6 +54,10 @@ class StoreError(MeshshardError):
 
 class DomainError(MeshshardError):
     """Ranks disagree, a rank is gone, or a collective failed; names rank, operation and rows."""
+
+
+class NoShardRule(MeshshardError, NotImplementedError):  # noqa: N818 - a word of the docs
+    """A torch function without an exact rule was called on a sharded tensor."""
 
 
 class RenderError(MeshshardError):

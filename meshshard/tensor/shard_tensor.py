@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from meshshard.errors import MeshshardError, n_of
+from meshshard.errors import MeshshardError, NoShardRule, n_of
 from meshshard.tensor._torch_private import (
     current_autograd_node,
     forward_mode_enabled,
@@ -22,6 +22,7 @@ from meshshard.tensor._torch_private import (
     native,
     not_compiled,
 )
+from meshshard.tensor.row_copy import RowCopy, plain
 from meshshard.tensor.sharding import Sharding
 
 __all__ = [
@@ -48,10 +49,6 @@ Sharded = Any  # a ShardTensor, on which functions are called whose stubs promis
 R = TypeVar("R", bound=Rule)
 RULES: dict[Any, Rule] = {}
 in_user_hook = [False]  # a user's hook on a gradient sees global shapes, although backward runs
-
-
-class NoShardRule(MeshshardError, NotImplementedError):  # noqa: N818 - a word of the docs
-    """A torch function without an exact rule was called on a sharded tensor."""
 
 
 class ShardTensor(Tensor):
@@ -168,6 +165,8 @@ class ShardTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call the rule of a torch function, or refuse the function by name."""
+        if RowCopy in types:
+            return func(*map(plain, args), **{n: plain(a) for n, a in (kwargs or {}).items()})
         rule = RULES.get(func)
         if rule is None:
             raise refuse(func, args, kwargs)

@@ -17,6 +17,7 @@ from meshshard.tensor.align import (
     ndim_of,
     require_same_sharding,
 )
+from meshshard.tensor.row_copy import row_copy
 from meshshard.tensor.rules.table import named
 from meshshard.tensor.rules.views import apply_and_follow
 from meshshard.tensor.shard_tensor import (
@@ -144,7 +145,11 @@ def _local_slice(rows: range, first: int, n: int) -> slice:
 
 def _one_row(x: ShardTensor, row: int) -> Tensor:
     """One global row, replicated; the sharded dim is kept, with size 1."""
-    return _rows_by_number(x, torch.tensor([_checked_row(x, row)]))
+    row, sharding = _checked_row(x, row), x._sharding
+    copy = _rows_by_number(x, torch.tensor([row]))
+    mine = sharding.first <= row < sharding.first + sharding.own
+    with native():
+        return row_copy(copy, x.narrow(x._dim, row - sharding.first if mine else 0, int(mine)))
 
 
 def _checked_row(x: ShardTensor, row: int) -> int:
