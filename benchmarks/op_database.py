@@ -2,11 +2,13 @@
 
 `python benchmarks/op_database.py` takes the first samples of every operation (--samples 0: all of
 them), sharded in every way over three simulated ranks, and compares values, types, shapes and
-gradients with serial PyTorch. It prints a line for each operation that is not exact, then a table.
+gradients with serial PyTorch. It prints a line for each operation that is not exact, then a table
+of operations, of operations with `out=`, and of the module database.
 """
 
 import argparse
 import json
+import multiprocessing
 import sys
 import warnings
 from collections import Counter
@@ -17,32 +19,71 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from op_database import judge, operations
+from op_database import (
+    Verdict,
+    calls,
+    calls_of_module,
+    calls_with_out,
+    full_name,
+    judge,
+    modules,
+    operations,
+)
 
 RESULTS = Path(__file__).parent / "results" / "op_database.json"
+WORDS = ("exact", "partly", "refused", "wrong", "diverged", "error")
+SUITES = {
+    "operations": (operations, full_name, calls),
+    "operations with out=": (operations, full_name, calls_with_out),
+    "modules": (modules, lambda info: info.name, calls_of_module),
+}
+
+
+def verdict(job: tuple[str, int, int | None]) -> Verdict | None:
+    """The verdict on entry number `job[1]` of a suite, by its first samples."""
+    suite, number, samples = job
+    entries, name, calls_of = SUITES[suite]
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    entry = entries()[number]
+    return judge(name(entry), calls_of(entry, samples))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="operations; all by default")
     parser.add_argument("--samples", type=int, default=4, help="of each operation; 0: all [4]")
+    parser.add_argument("--jobs", type=int, default=1, help="processes [1]")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    chosen = [op for op in operations() if not args.names or op.name in args.names]
-    verdicts = [v for op in chosen if (v := judge(op, args.samples or None))]
-    for verdict in verdicts:
-        if verdict.word != "exact":
-            worst = list(verdict.examples.items())[-1]
-            print(f"{verdict.name}: {verdict.word} {verdict.counts} {': '.join(worst)}"[:300])
-    counts = Counter(v.word for v in verdicts)
-    print(f"{len(verdicts)} operations with something to shard")
-    for word in ("exact", "partly", "refused", "wrong", "diverged", "error"):
-        print(f"{word:>9} {counts[word]:4} {100 * counts[word] / max(len(verdicts), 1):5.1f} %")
+    record: dict[str, object] = {"samples": args.samples}
+    for suite, (entries, name, _) in SUITES.items():
+        chosen = [
+            (suite, i, args.samples or None)
+            for i, entry in enumerate(entries())
+            if not args.names or name(entry) in args.names or entry.name in args.names
+        ]
+        if args.jobs > 1:
+            with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+                verdicts = [v for v in pool.imap(verdict, chosen, chunksize=4) if v]
+        else:
+            verdicts = [v for job in chosen if (v := verdict(job))]
+        tell(suite, verdicts)
+        record[suite] = [asdict(v) for v in verdicts]
     if args.save:
-        record = {"samples": args.samples, "operations": [asdict(v) for v in verdicts]}
         RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def tell(suite: str, verdicts: list[Verdict]) -> None:
+    """Print the verdicts that are not exact, and how many there are of each."""
+    for v in verdicts:
+        if v.word != "exact":
+            kind = "refused" if v.word == "partly" else v.word
+            print(f"{v.name}: {v.word} {v.counts} {v.examples[kind]}"[:400])
+    counts = Counter(v.word for v in verdicts)
+    print(f"{suite}: {len(verdicts)} with something to shard")
+    for word in WORDS:
+        print(f"{word:>9} {counts[word]:4} {100 * counts[word] / max(len(verdicts), 1):5.1f} %")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""PyTorch's operator database on sharded tensors: samples sharded in every way.
+"""PyTorch's operator and module databases on sharded tensors: samples sharded in every way.
 
 Three simulated ranks with uneven and empty shards; values, types, shapes and all gradients are
-compared with serial PyTorch. Used by benchmarks/op_database.py.
+compared with serial PyTorch. Used by test_op_database.py and benchmarks/op_database.py.
 """
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshshard.comm import simulate
@@ -19,7 +21,10 @@ from meshshard.errors import DomainError
 from meshshard.tensor import NoShardRule, ShardTensor, shard
 
 RANKS = 3
-TOLERANCE = 1e-9  # relative to the largest number; float64
+TOLERANCE = {  # relative to the largest number
+    torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-5, torch.complex64: 1e-5,
+    torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.complex32: 1e-2,
+}  # fmt: skip
 SPLITS = ((0.55, 0.0, 0.45), (0.0, 0.3, 0.7))  # share of the rows of each rank
 ORDER = ("exact", "refused", "wrong", "diverged", "error")  # the last one that occurs is told
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)
@@ -130,19 +135,82 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return out.copy_(x.detach()).requires_grad_(x.requires_grad)
 
 
-def calls(op: Any, samples: int | None = None) -> Iterator[Call]:
-    """Every call of an operation: samples, variants, shardings, sizes."""
+def samples_of(op: Any, samples: int | None, grad: bool = True) -> list[Any]:
+    """The first samples of an operation, by default all."""
     dtype = dtype_of(op)
     if dtype is None:
-        return
-    grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+        return []
+    grad = grad and op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        every = list(op.sample_inputs("cpu", dtype, requires_grad=grad))
-    for number, sample in enumerate(every[:samples]):
+        return list(op.sample_inputs("cpu", dtype, requires_grad=grad))[:samples]
+
+
+def calls(op: Any, samples: int | None = None) -> Iterator[Call]:
+    """Every call of an operation: samples, variants, shardings, sizes."""
+    for number, sample in enumerate(samples_of(op, samples)):
         for call in calls_of_sample(op, sample):
             yield replace(call, label=f"sample {number}, {call.label}")
+
+
+def calls_with_out(op: Any, samples: int | None = None) -> Iterator[Call]:
+    """Calls with `out=` tensors that are sharded as the result."""
+    for number, sample in enumerate(samples_of(op, samples, grad=False) if op.supports_out else ()):
+        leaves, spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
+        for name, dims in shardings(leaves):
+            first, dim = next(iter(dims.items()))
+            sizes = cut(leaves[first].shape[dim], SPLITS[0])
+            label = f"sample {number}, out=, {name}, sizes {sizes}"
+            yield Call(into_out(op.op), leaves, spec, dims, label, not random(op), sizes)
+
+
+def into_out(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call once for the layout of the result, then into tensors of this layout."""
+
+    def _call(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        many = isinstance(found, (tuple, list))
+        out = tuple(map(torch.zeros_like, found)) if many else torch.zeros_like(found)
+        function(*args, **kwargs, out=out)
+        return out
+
+    return _call
+
+
+def calls_of_module(info: Any, samples: int | None = None) -> Iterator[Call]:
+    """Every call of a module, in training and in evaluation; its parameters are leaves too."""
+    for training in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            options = dict(device="cpu", dtype=torch.float64, requires_grad=True, training=training)
+            inputs = list(info.module_inputs_func(info, **options))
+        for number, given in enumerate(inputs[:samples]):
+            made = given.constructor_input
+            module = info.module_cls(*made.args, **made.kwargs).double().train(training)
+            if given.forward_input is not None and "Lazy" not in info.name:
+                label = f"{'training' if training else 'evaluation'}, input {number}"
+                yield from calls_of_input(module, given.forward_input, label)
+
+
+def calls_of_input(module: torch.nn.Module, given: Any, label: str) -> Iterator[Call]:
+    """Every sharding of one input of a module."""
+    parameters = {n: p.detach().requires_grad_() for n, p in module.named_parameters()}
+    inputs = tree_flatten((given.args, given.kwargs))[0]
+    leaves, spec = tree_flatten((parameters, given.args, given.kwargs))
+
+    def _call(values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(copy.deepcopy(module), values, args, kwargs)
+
+    for name, dims in shardings(inputs):
+        first, dim = next(iter(dims.items()))
+        for split in SPLITS:
+            sizes = cut(inputs[first].shape[dim], split)
+            moved = {i + len(parameters): d for i, d in dims.items()}
+            compare = not module.training or "Dropout" not in repr(module)
+            text = f"{label}, {name}, sizes {sizes}"
+            yield Call(_call, leaves, spec, moved, text, compare, sizes)
 
 
 def calls_of_sample(op: Any, sample: Any) -> Iterator[Call]:
@@ -249,7 +317,8 @@ def unequal(got: torch.Tensor, value: torch.Tensor) -> str:
         return "" if torch.equal(got, value) else "values differ"
     finite = value.abs()[value.isfinite()]
     scale = max(finite.max().item() if finite.numel() else 1.0, 1e-3)
-    close = torch.allclose(got, value, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)
+    slack = TOLERANCE[value.dtype]
+    close = torch.allclose(got, value, rtol=slack, atol=slack * scale, equal_nan=True)
     return "" if close else f"values differ by {(got - value).abs().max().item():.2e}"
 
 
@@ -331,11 +400,11 @@ class Verdict:
         return "partly" if self.counts.get("exact") else "refused"
 
 
-def judge(op: Any, samples: int | None = None) -> Verdict | None:
-    """The verdict on an operation; None where it has nothing to shard."""
+def judge(name: str, calls: Iterable[Call]) -> Verdict | None:
+    """The verdict on an operation by its calls; None where it has nothing to shard."""
     counts: dict[str, int] = {}
     examples: dict[str, str] = {}
-    for call in calls(op, samples):
+    for call in calls:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = outcome(call)
@@ -343,16 +412,18 @@ def judge(op: Any, samples: int | None = None) -> Verdict | None:
             continue
         counts[found.kind] = counts.get(found.kind, 0) + 1
         examples.setdefault(found.kind, f"{call.label}: {found.why}"[:400])
-    return Verdict(full_name(op), counts, examples) if counts else None
+    return Verdict(name, counts, examples) if counts else None
 
 
 def operations() -> list[Any]:
     return [op for op in op_db if not any(w in op.name for w in NOT_TENSOR_WORK)]
 
 
-def sampled(share: int, turn: int) -> list[Any]:
-    """Every `share`-th operation, beginning elsewhere each turn."""
-    return operations()[turn % share :: share]
+def modules() -> list[Any]:
+    return list(module_db)
 
 
-__all__ = ["Verdict", "judge", "operations", "sampled"]
+__all__ = [
+    "Verdict", "calls", "calls_of_module", "calls_with_out", "full_name", "judge", "modules",
+    "operations",
+]  # fmt: skip
