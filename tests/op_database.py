@@ -184,8 +184,11 @@ def calls_of_module(info: Any, samples: int | None = None) -> Iterator[Call]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
-            options = dict(device="cpu", dtype=torch.float64, requires_grad=True, training=training)
-            inputs = list(info.module_inputs_func(info, **options))
+            inputs = list(
+                info.module_inputs_func(
+                    info, device="cpu", dtype=torch.float64, requires_grad=True, training=training
+                )
+            )
         for number, given in enumerate(inputs[:samples]):
             made = given.constructor_input
             module = info.module_cls(*made.args, **made.kwargs).double().train(training)

@@ -85,5 +85,7 @@ def test_writing_into_a_row_that_is_differentiated_is_refused():
         x = shard(table(), domain, (1, 0, 4)).requires_grad_() * 2
         with pytest.raises(NoShardRule, match="add_ has no exact rule for a row"):
             x[1].add_(1)
+        with pytest.raises(NoShardRule, match="that is expanded"):
+            x.detach().expand(2, 5, 3)[:, 1].fill_(1)
 
     simulate(3, _job)

@@ -78,15 +78,17 @@ def _write_through(row: RowCopy, func: Any) -> None:
     """Write a changed copy to the owner of the row.
 
     Raises:
-        NoShardRule: autograd records the function.
+        NoShardRule: autograd records the function, or several elements share memory.
     """
     with native():
         recorded = row.requires_grad or row._owned.requires_grad
-    if recorded and torch.is_grad_enabled():
-        name = getattr(func, "__name__", func)
+        places = zip(row._owned.shape, row._owned.stride(), strict=True)
+        expanded = any(n > 1 and stride == 0 for n, stride in places)
+    if expanded or (recorded and torch.is_grad_enabled()):
+        name, what = getattr(func, "__name__", func), "expanded" if expanded else "differentiated"
         raise NoShardRule(
-            f"{name} has no exact rule for a row x[i] of a sharded tensor that is being "
-            "differentiated: it is a copy on every rank; set rows by x[i] = value or x[i:i+1]"
+            f"{name} has no exact rule for a row x[i] of a sharded tensor that is {what}: the row "
+            "is a copy on every rank; set rows by x[i] = value or x[i:i+1]"
         )
     with native(), torch.no_grad():
         row._owned.copy_(row._whole.expand_as(row._owned))

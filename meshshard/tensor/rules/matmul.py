@@ -103,7 +103,29 @@ def einsum(*args: Any) -> Any:
         every = "".join(labels)
         out = "".join(sorted(c for c in set(every) if every.count(c) == 1))
     explicit = ",".join(labels) + "->" + out
-    return _contract(torch.einsum, operands, labels, out, lambda *x: torch.einsum(explicit, *x))
+    dtype = _autocast_dtype(explicit, operands)
+
+    def _compute(*parts: Tensor) -> Tensor:
+        local = torch.einsum(explicit, *parts)
+        return local if dtype is None else local.to(dtype)
+
+    return _contract(torch.einsum, operands, labels, out, _compute)
+
+
+def _autocast_dtype(equation: str, operands: Sequence[Tensor]) -> torch.dtype | None:
+    """The dtype of an einsum under autocast, None without it.
+
+    torch multiplies dims of size 1 without a matrix product, which autocast leaves as it is, so the
+    dtype is that of a small example with the global sizes, not that of the local rows.
+    """
+    device = operands[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return None
+    small = [
+        torch.zeros([min(n, 2) or 2 for n in x.shape], dtype=x.dtype, device=x.device)
+        for x in operands
+    ]
+    return torch.einsum(equation, *small).dtype
 
 
 def _expand_dots(

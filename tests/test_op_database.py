@@ -1,0 +1,47 @@
+"""A tenth of PyTorch's operator and module databases on sharded tensors, another with each commit.
+
+benchmarks/op_database.py runs all of it.
+"""
+
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+from op_database import (
+    calls,
+    calls_of_module,
+    calls_with_out,
+    full_name,
+    judge,
+    modules,
+    operations,
+)
+
+pytestmark = pytest.mark.slow
+PARTS, SAMPLES = 10, 2
+SUITES = {
+    "operations": (operations, full_name, calls),
+    "out": (operations, full_name, calls_with_out),
+    "modules": (modules, lambda info: info.name, calls_of_module),
+}
+
+
+def part_of_this_commit():
+    """A number below `PARTS` that is another with each commit; 0 outside of a clone."""
+    root = Path(__file__).parent.parent
+    told = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
+    return int(told.stdout[:8], 16) % PARTS if told.returncode == 0 else 0
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_call_is_exact_or_refused(suite):
+    entries, name, calls_of = SUITES[suite]
+    part, bad = part_of_this_commit(), {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for entry in entries()[part::PARTS]:
+            verdict = judge(name(entry), calls_of(entry, SAMPLES))
+            if verdict and verdict.word not in ("exact", "partly", "refused"):
+                bad[verdict.name] = verdict.examples[verdict.word]
+    assert not bad, f"part {part} of {PARTS}"
