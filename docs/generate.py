@@ -7,6 +7,7 @@ generated/pyg.md         classes of PyG, from the table in nn/conv/pyg.py
 generated/*_table.md     file formats and partitioning methods, included by other pages
 generated/benchmarks.md  questions of measurements.py, answered by benchmarks/results/*.json
 generated/probes.md      the probe matrix: what every operation does on shards, in three libraries
+generated/operators.md   PyTorch's operator database: what every operation does on shards
 datasets/, notebooks/    copies, so that their links work inside the documentation
 """
 
@@ -15,12 +16,13 @@ import importlib
 import importlib.util
 import inspect
 import json
+import re
 import shutil
 import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PROBES = "probe_matrix.json"  # long tables, on a separate page
+PROBES, OPERATORS = "probe_matrix.json", "op_database.json"  # long tables, on separate pages
 # Pages of the Python reference in the order of the story, and the modules that each adds.
 API = {
     "meshshard": (),
@@ -53,6 +55,7 @@ def everything(docs: Path) -> None:
     write(target / "methods_table.md", methods_table())
     write(target / "benchmarks.md", benchmarks_page(ROOT / "benchmarks" / "results"))
     write(target / "probes.md", probes_page(ROOT / "benchmarks" / "results" / PROBES))
+    write(target / "operators.md", operators_page(ROOT / "benchmarks" / "results" / OPERATORS))
     copy_all(ROOT / "datasets", docs / "datasets", "*.md")
     copy_all(ROOT / "notebooks", docs / "notebooks", "*.ipynb")
     write(target / "notebooks.md", notebooks_page(docs / "notebooks"))
@@ -331,6 +334,64 @@ def probes_page(results: Path) -> str:
         return head + "\nThis checkout has no stored results.\n"
     found = json.loads(results.read_text())
     return head + "".join(section(k, v, level=2) for k, v in found.items())
+
+
+def operators_page(results: Path) -> str:
+    """Counts of each suite, then every operation that is not exact in all shardings, and why."""
+    found = json.loads(results.read_text())
+    text = (
+        "# PyTorch's operator database\n\n"
+        "`benchmarks/op_database.py` takes the samples that PyTorch tests its own operations with, "
+        "shards them in every way (each dim; the first input, all inputs of that size, each other "
+        "input) over three ranks with uneven and empty shards, and compares values, dtypes, shapes "
+        "and all gradients with one process. Functions, methods, in-place variants and inputs with "
+        "unusual strides are called.\n\n"
+        "- **exact**: equal in all calls.\n"
+        "- **partly**: exact in some calls, in the others refused by name on every rank.\n"
+        "- **refused**: `NoShardRule` in all calls.\n"
+    )
+    suites = {name: verdicts for name, verdicts in found.items() if isinstance(verdicts, list)}
+    kinds = ("exact", "partly", "refused", "wrong", "diverged", "error")
+    rows = []
+    for suite, verdicts in suites.items():
+        words = [word_of(v["counts"]) for v in verdicts]
+        rows.append({"suite": suite, "all": len(words)} | {k: words.count(k) for k in kinds})
+    text += table(list(rows[0]), rows)
+    first = rows[0]
+    text += (
+        f"\n{100 * first['exact'] / first['all']:.0f} % of the operations are exact in all "
+        f"shardings, {100 * (first['exact'] + first['partly']) / first['all']:.0f} % in at least "
+        "one. For comparison, DTensor passes 522 of 677 operations (77 %) by the list of expected "
+        "failures in PyTorch 2.13's own tests, on even shards, without comparing gradients.\n"
+    )
+    for suite, verdicts in suites.items():
+        listed = [v for v in verdicts if word_of(v["counts"]) != "exact"]
+        text += f"\n## {suite.capitalize()} that are not exact in all shardings\n"
+        text += table(["operation", "outcome", "calls", "refused because"], [
+            {
+                "operation": f"`{v['name']}`", "outcome": word_of(v["counts"]),
+                "calls": ", ".join(f"{n} {k}" for k, n in v["counts"].items()),
+                "refused because": reason_of(v["examples"].get("refused", "")),
+            }
+            for v in listed
+        ])  # fmt: skip
+    return text
+
+
+def word_of(counts: dict[str, int]) -> str:
+    """The outcome of an operation, from the outcomes of its calls."""
+    for bad in ("error", "diverged", "wrong"):
+        if counts.get(bad):
+            return bad
+    if not counts.get("refused"):
+        return "exact"
+    return "partly" if counts.get("exact") else "refused"
+
+
+def reason_of(example: str) -> str:
+    """The reason in the message of a `NoShardRule`."""
+    found = re.search(r"has no exact rule for [a-z ]+ \((.*?)\)(: got|; use)", example)
+    return found[1] if found else "no rule" if example else ""
 
 
 def section(title: str, value: object, level: int) -> str:

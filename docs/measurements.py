@@ -163,6 +163,18 @@ PARTITIONING = [
         "1,000,000 cells.", versus("PyG's k_hop_subgraph", "CPU s"),
         lambda rows: f"It takes {percent(rows)} of the time of k_hop_subgraph.",
     ),
+    Question(
+        "partition", "command", "", "How long does the command take on a small file? Wall time, "
+        "median.", versus("importing pyvista and reading", "s"),
+        lambda rows: f"`meshshard partition` takes {span(rows)} times as long as reading the file "
+        "with PyVista, imports included.",
+    ),
+    Question(
+        "partition", "knn", "", "And the kNN graph that a point cloud is partitioned by? "
+        "1,000,000 points, k = 16.", versus("cKDTree", "CPU s"),
+        lambda rows: f"{span(rows)} times the CPU time of SciPy's search, symmetric graph "
+        "included.",
+    ),
 ]  # fmt: skip
 EXCHANGE = [
     Question(
@@ -191,6 +203,12 @@ EXCHANGE = [
         "1,000,000 polygons in 8 shards on 4 ranks, 128 channels.",
         versus("index_select and all_to_all_single", "ms"),
         lambda rows: f"No: the ratio is {span(rows)}.",
+    ),
+    Question(
+        "exchange", "speedup", "", "How much faster is a model without any exchange? Forward and "
+        "backward of an MLP, 400,000 rows.", TWO_RANKS,
+        lambda rows: f"{span(rows, 'speed-up')} times; two processes that do not communicate "
+        f"gain {span(rows, 'speed-up of two independent')} times on this machine.",
     ),
     Question(
         "scaling", "strong", "", "How much faster are models on two ranks?",
@@ -235,6 +253,18 @@ TENSORS = [
         f"{max(r['ours'] for r in rows if '100,000' in r['what'] and 'view' not in r['what']):.1f}"
         " %, apart from views, which do no work.",
     ),
+    Question(
+        "tensor", "traffic", "", "How many collectives does a training step need? Four layers, "
+        "DDP.", {"what": "model", "ours": "collectives", "kinds": "of the domain, by kind",
+                 "gradient buckets": "gradient buckets of DDP"},
+        lambda rows: f"{rows[0]['ours']} for a network of graph convolutions: one exchange a layer "
+        "forward and one backward, and those of the loss and of DDP.",
+    ),
+    Question(
+        "tensor", "imports", "", "How long does the import take? CPU time.",
+        versus("import torch", "s"),
+        lambda rows: f"{span(rows)} times that of torch itself.",
+    ),
 ]  # fmt: skip
 LAYERS = [
     Question(
@@ -269,6 +299,12 @@ LAYERS = [
         lambda rows: f"It takes {percent(rows)} of the time.",
     ),
     Question(
+        "neighbors", "candidates", "", "How much does it send? 200,000 points, k = 16.",
+        {"what": "case", "candidates": "candidates sent", "halo": "rows of the halo",
+         "ours": "ratio"},
+        lambda rows: f"{span(rows, 'ours')} candidates for each row of the halo of its result.",
+    ),
+    Question(
         "neighbors", "speedup", "", "How much faster is the kNN search on two ranks?",
         {"what": "case", "one rank": "one rank, s", "two ranks": "two ranks, s",
          "gain": "speed-up", "gain alone": "speed-up of two independent searches"},
@@ -276,6 +312,18 @@ LAYERS = [
     ),
     *slice_questions("slices", "512-bit vectors"),
     *slice_questions("slices-avx2", "256-bit vectors"),
+    Question(
+        "slices", "step", "", "What does a training step on two ranks cost beyond its arithmetic? "
+        "Transolver of 4 layers.",
+        {"what": "case", "ours": "meshshard, ms", "peer": "one all-reduce per layer by hand, ms",
+         "ratio": "ratio"},
+        lambda rows: f"{span(rows)} times a model in which every layer's all-reduce is written by "
+        "hand.",
+    ),
+    Question(
+        "slices", "training", "", "Is training cheaper in tiles? 8 layers, 20,000 rows.",
+        versus("published form"), slices_answer,
+    ),
     Question(
         "slices", "million", "", "How much memory does inference need for a million rows?",
         {"what": "case", "ours": "peak, MiB"},
