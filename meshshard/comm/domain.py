@@ -33,6 +33,10 @@ class Domain(Ranks):
     Each has its exact adjoint (see `meshshard.comm`), and raises DomainError if the number of rows
     of a tensor is not that of `sizes`, the owned rows of every rank.
 
+    Args:
+        transport: what carries the collectives; by default that of a single rank.
+        device: where tensors that the domain makes lie. `init_domain` chooses both.
+
     Attributes:
         whole: whether the ranks hold all rows, so that functions of all rows are exact.
     """

@@ -71,7 +71,19 @@ class Ranks:
     def all_to_all(
         self, x: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
     ) -> Tensor:
-        """Send consecutive rows to every rank; see `start_all_to_all`."""
+        """Send consecutive rows to every rank, and wait for theirs.
+
+        Args:
+            x: (sum(send), …) rows, grouped by the rank that they go to.
+            send: number of rows for every rank.
+            receive: number of rows from every rank.
+            kind: the name of the call in the traffic and in errors.
+
+        Returns:
+            (sum(receive), …) rows, ordered by rank.
+
+        Communication: one all-to-all.
+        """
         return self.start_all_to_all(x, send, receive, kind).wait()
 
     def start_all_to_all(

@@ -275,7 +275,14 @@ class Partition:
         halo: int | None = None,
         style: Style | None = None,
     ) -> Any:
-        """Draw it in a notebook or a window; see `meshshard.viz.plot_shards` for the arguments."""
+        """Draw the shards in a notebook or a window.
+
+        Args:
+            field: color by this field; by default a color for each shard.
+            explode: how far shards are moved apart, in units of the size of the mesh.
+            halo: also draw the halo of this shard.
+            style: sizes, colors and camera; see `meshshard.viz.Style`.
+        """
         from meshshard.viz import plot_shards, show
 
         return show(plot_shards(self, field=field, explode=explode, halo=halo, style=style))
