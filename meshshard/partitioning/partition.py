@@ -279,7 +279,7 @@ class Partition:
 
         Args:
             field: color by this field; by default a color for each shard.
-            explode: how far shards are moved apart, in units of the size of the mesh.
+            explode: move shards away from the middle, by this factor times their distance to it.
             halo: also draw the halo of this shard.
             style: sizes, colors and camera; see `meshshard.viz.Style`.
         """
