@@ -5,6 +5,7 @@ compared with serial PyTorch. Used by test_op_database.py and benchmarks/op_data
 """
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from meshshard.errors import DomainError
 from meshshard.tensor import NoShardRule, ShardTensor, shard
 
 RANKS = 3
+DEVICE = os.environ.get("MESHSHARD_TEST_DEVICE", "cpu")  # benchmarks/gpu.py sets it
 TOLERANCE = {  # relative to the largest number
     torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-5, torch.complex64: 1e-5,
     torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.complex32: 1e-2,
@@ -131,7 +133,9 @@ def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def strided(x: torch.Tensor) -> torch.Tensor:
     """The same values with strides that are not those of a fresh tensor."""
-    out = torch.empty((*x.shape, 2), dtype=x.dtype)[..., 0] if x.ndim else x.clone()
+    out = (
+        torch.empty((*x.shape, 2), dtype=x.dtype, device=x.device)[..., 0] if x.ndim else x.clone()
+    )
     return out.copy_(x.detach()).requires_grad_(x.requires_grad)
 
 
@@ -144,7 +148,7 @@ def samples_of(op: Any, samples: int | None, grad: bool = True) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        return list(op.sample_inputs("cpu", dtype, requires_grad=grad))[:samples]
+        return list(op.sample_inputs(DEVICE, dtype, requires_grad=grad))[:samples]
 
 
 def calls(op: Any, samples: int | None = None) -> Iterator[Call]:
@@ -186,12 +190,13 @@ def calls_of_module(info: Any, samples: int | None = None) -> Iterator[Call]:
             torch.manual_seed(0)
             inputs = list(
                 info.module_inputs_func(
-                    info, device="cpu", dtype=torch.float64, requires_grad=True, training=training
+                    info, device=DEVICE, dtype=torch.float64, requires_grad=True, training=training
                 )
             )
         for number, given in enumerate(inputs[:samples]):
             made = given.constructor_input
-            module = info.module_cls(*made.args, **made.kwargs).double().train(training)
+            module = info.module_cls(*made.args, **made.kwargs)
+            module = module.double().to(DEVICE).train(training)
             if given.forward_input is not None and "Lazy" not in info.name:
                 label = f"{'training' if training else 'evaluation'}, input {number}"
                 yield from calls_of_input(module, given.forward_input, label)
@@ -243,7 +248,7 @@ def fresh(a: Any) -> Any:
     if not isinstance(a, torch.Tensor):
         return a
     copy = (
-        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a.detach())
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device).copy_(a.detach())
         if (a.layout == torch.strided)
         else a.detach().clone()
     )
@@ -251,7 +256,7 @@ def fresh(a: Any) -> Any:
 
 
 def coefficients(x: torch.Tensor) -> torch.Tensor:
-    numbers = torch.cos(torch.arange(x.numel(), dtype=torch.float64) + 1)
+    numbers = torch.cos(torch.arange(x.numel(), dtype=torch.float64, device=x.device) + 1)
     return numbers.reshape(x.shape).to(x.dtype)
 
 
@@ -378,7 +383,7 @@ def outcome(call: Call) -> Outcome | None:
         except Exception as error:
             told[domain.rank] = Outcome("error", f"{type(error).__name__}: {error}")
 
-    simulate(RANKS, _rank)
+    simulate(RANKS, _rank, DEVICE)
     kinds = {t.kind for t in told if t}
     if len(kinds) > 1 and kinds != {"exact", "wrong"}:
         return Outcome("diverged", "; ".join(f"rank {r}: {t}" for r, t in enumerate(told)))

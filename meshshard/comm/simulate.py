@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from meshshard.comm.domain import Domain
 from meshshard.comm.threads import ThreadGroup, ThreadTransport
 from meshshard.errors import DomainError
@@ -15,7 +17,7 @@ __all__ = ["simulate"]
 T = TypeVar("T")
 
 
-def simulate(size: int, job: Callable[[Domain], T]) -> list[T]:
+def simulate(size: int, job: Callable[[Domain], T], device: torch.device | str = "cpu") -> list[T]:
     """Run a job on several ranks, each a thread of this process.
 
     Results and traffic are those of separate processes; time and memory are not. All threads share
@@ -25,6 +27,7 @@ def simulate(size: int, job: Callable[[Domain], T]) -> list[T]:
     Args:
         size: number of ranks; with 1, the job runs in the calling thread, on `Domain()`.
         job: called with the domain of each rank; must not modify objects shared by the ranks.
+        device: of all domains.
 
     Returns:
         The result of the job on each rank, in rank order.
@@ -36,13 +39,13 @@ def simulate(size: int, job: Callable[[Domain], T]) -> list[T]:
     if size < 1:
         raise DomainError(f"simulate: {size} ranks; pass 1 or more")
     if size == 1:
-        return [job(Domain())]
+        return [job(Domain(device=device))]
     group = ThreadGroup(size)
     results: list[Any] = [None] * size
 
     def _run(rank: int) -> None:
         try:
-            results[rank] = job(Domain(ThreadTransport(group, rank)))
+            results[rank] = job(Domain(ThreadTransport(group, rank), device))
         except BaseException as error:
             group.fail(rank, error)
         finally:
