@@ -27,7 +27,8 @@ POST, BALANCE, STATE, TEXT, LENGTH, CELLS = 0, 2, 4, 5, 6, 8  # cells of a rank:
 ENDED, GAVE_UP = 1, 2  # states of a rank
 HALF = 32  # bits of the checksum
 MASK = (1 << 62) - 1
-YIELD = 1e-3  # seconds in which a rank only yields its core; later it sleeps
+YIELD = 1e-4  # seconds in which a rank only yields its core; later it sleeps
+SLEEP = 1e-4  # seconds between two looks at the posts
 SETTLE = 0.01  # seconds in which what other cores have written arrives
 LATE = 1.0  # seconds to wait for the texts of the other ranks
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -132,7 +133,7 @@ class Board:
                 gone = missing[0]
             if gone is not None and gone in self._missing():  # not posted just before it ended
                 return gone
-            time.sleep(min(waited / 16, YIELD))
+            time.sleep(SLEEP)
         return None
 
     def agree(self) -> bool:
@@ -156,7 +157,7 @@ class Board:
         posted = set(range(self.size)) - set(self._missing())
         deadline = time.monotonic() + LATE
         while time.monotonic() < deadline and any(not self._has_text(r) for r in posted):
-            time.sleep(YIELD)
+            time.sleep(SLEEP)
         return {r: self._read(r) for r in sorted(posted) if self._has_text(r)}
 
     def state(self, rank: int) -> int:

@@ -87,9 +87,11 @@ def raise_if_different(calls: Mapping[int, Call]) -> None:
     first = min(calls)
     for rank, call in calls.items():
         if call[:3] != calls[first][:3]:
+            same_line = call[1:3] == calls[first][1:3]
+            remedy = "" if same_line else "; all ranks must make the same calls from the same lines"
             raise DomainError(
                 f"ranks are in different collectives: rank {first} in {calls[first]}, rank {rank} "
-                f"in {call}; all ranks must make the same calls, from the same lines"
+                f"in {call}{remedy}"
             )
     for a, b in product(calls, repeat=2):
         if calls[a].send and calls[a].send[b] != calls[b].receive[a]:
