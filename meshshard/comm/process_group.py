@@ -8,19 +8,23 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import _functional_collectives as functional
+from torch.utils.data import get_worker_info
 
 from meshshard.comm.matching import call_of, end_calls, matching_of
 from meshshard.comm.transport import Transport, Work
+from meshshard.comm.workers import inherited, not_a_rank
 
 __all__ = ["ProcessGroupTransport", "host_store"]
 
 T = TypeVar("T")
+_by_name: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -31,9 +35,18 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+        if inherited():
+            raise not_a_rank()
+        self.group = group or dist.group.WORLD
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        _by_name[self.group.group_name] = self.group
+
+    @classmethod
+    def by_name(cls, name: str) -> ProcessGroupTransport | None:
+        """The transport of a group that this process, which is a rank, has made a domain of."""
+        group = None if inherited() else _by_name.get(name)
+        return None if group is None else cls(group)
 
     @classmethod
     def default(cls, device: torch.device, timeout: float) -> ProcessGroupTransport | None:
@@ -52,6 +65,8 @@ class ProcessGroupTransport(Transport):
             return cls(dist.group.WORLD)
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return None
+        if get_worker_info() is not None:
+            raise not_a_rank()
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         transport = cls(dist.group.WORLD)
@@ -94,7 +109,14 @@ class ProcessGroupTransport(Transport):
         return values
 
     def _enter(self, *what: Any, **tables: Sequence[int]) -> None:
-        """Compare the call with those of the other ranks; see `matching.py`."""
+        """Compare the call with those of the other ranks; see `matching.py`.
+
+        Raises:
+            DomainError: on every rank, if another one makes another call; or if this process is not
+                a rank but a fork of one.
+        """
+        if inherited():
+            raise not_a_rank()
         assert self.group is not None
         matching = matching_of(self.group, self._gather)
         matching.enter(call_of(*what, **tables), self._gather)
