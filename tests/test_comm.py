@@ -185,10 +185,7 @@ def test_a_replicated_leaf_gets_the_serial_gradient(ranks):
 def average_job():
     domain = init_domain()
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)).double()
-    if domain.rank == 0:
-        domain.all_reduce(model[0](mine(domain, SIZES[domain.size])).sum()).backward()
-    else:
-        domain.all_reduce(model[0](mine(domain, SIZES[domain.size])).sum()).backward()
+    domain.all_reduce(model[0](mine(domain, SIZES[domain.size])).sum()).backward()
     domain.average_gradients(model)
     assert model[1].weight.grad is None
     return model[0].weight.grad[0].tolist()
@@ -372,7 +369,7 @@ DIFFERENT_CALLS = {
     "an early end": (lambda d: d.rank or d.all_reduce(torch.ones(2)), "all_reduce"),
     "another kind": (
         lambda d: d.all_reduce(torch.ones(2)) if d.rank else d.share(1),
-        r"rank 0 in gather_objects\(\), rank 1 in all_reduce\(sum, \(2,\), torch.float32\)",
+        r"rank 0 in gather_objects\(\) at .*, rank 1 in all_reduce\(sum, \(2,\), torch.float32\)",
     ),
     "another shape": (
         lambda d: d.all_reduce(torch.ones(2 + (d.rank == 2))),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, is_initialized
 
 from meshshard.comm import linear
 from meshshard.comm.exchange import Exchange
@@ -16,12 +17,13 @@ from meshshard.comm.process_group import ProcessGroupTransport
 from meshshard.comm.ranks import Ranks
 from meshshard.comm.traffic import Traffic
 from meshshard.comm.transport import Transport
+from meshshard.comm.workers import Elsewhere, send_to_workers
 from meshshard.errors import DomainError, n_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Domain", "count_traffic", "init_domain"]
+__all__ = ["Domain", "count_traffic", "init_domain", "launched_domain"]
 
 TIMEOUT = 60.0  # seconds that a rank waits for the others
 Size = Sequence[int]
@@ -221,6 +223,12 @@ def init_domain(
     return Domain(ProcessGroupTransport(device_mesh.get_group(axis)), place)
 
 
+def launched_domain() -> Domain:
+    """The ranks that were launched, by `meshshard launch` or torchrun; else one rank on the CPU."""
+    launched = is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return init_domain() if launched else Domain()
+
+
 @contextlib.contextmanager
 def count_traffic(ranks: Ranks) -> Iterator[Traffic]:
     """Context manager: count traffic from zero, separately from what was counted before."""
@@ -252,3 +260,29 @@ def _gradients_by_dtype(
         grad = getattr(p.grad, "_local_tensor", p.grad)  # of a DTensor: the part of this rank
         grads.setdefault(grad.dtype, []).append(grad)
     return grads
+
+
+def _reduce(domain: Domain) -> tuple[Any, ...]:
+    """What a process that is not a rank gets of a domain; see `workers.py`."""
+    group = domain.group
+    if group is None:
+        return type(domain), (None, str(domain.device))
+    if not isinstance(group, (ProcessGroup, str)):
+        raise DomainError("simulated ranks are threads: their domain cannot be sent to a process")
+    name = group if isinstance(group, str) else group.group_name
+    return _rebuild, (type(domain), name, domain.rank, domain.size, str(domain.device))
+
+
+def _rebuild(kind: type[Domain], name: str, rank: int, size: int, device: str) -> Domain:
+    transport: Transport | None = ProcessGroupTransport.by_name(name)
+    if transport is None:
+        transport = Elsewhere(name, rank, size)
+    if (transport.rank, transport.size) != (rank, size):
+        raise DomainError(
+            f"a domain of rank {rank} of {size} was sent to rank {transport.rank} of "
+            f"{transport.size}: use that of the rank"
+        )
+    return kind(transport, device)
+
+
+send_to_workers(Domain, _reduce)

@@ -58,6 +58,15 @@ class Exchange:
         self.n_halo = sum(self.receive)
         _exchanges[self.handle] = self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
+        """The same exchange: it is constant, and compiled code knows it by its handle."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it was made: its handle belongs to this process."""
+        made = self.ranks, self.n_owned, self.send_rows, self.send, self.receive, self.name
+        return Exchange, made
+
     @classmethod
     def of_halo(cls, ranks: Ranks, sizes: Sequence[int], halo: Tensor, name: str) -> Exchange:
         """The exchange of a halo that is only known at run time.

@@ -8,18 +8,23 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import _functional_collectives as functional
+from torch.utils.data import get_worker_info
 
+from meshshard.comm.matching import call_of, end_calls, matching_of
 from meshshard.comm.transport import Transport, Work
+from meshshard.comm.workers import inherited, not_a_rank
 
 __all__ = ["ProcessGroupTransport", "host_store"]
 
 T = TypeVar("T")
+_by_name: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -30,9 +35,18 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+        if inherited():
+            raise not_a_rank()
+        self.group = group or dist.group.WORLD
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        _by_name[self.group.group_name] = self.group
+
+    @classmethod
+    def by_name(cls, name: str) -> ProcessGroupTransport | None:
+        """The transport of a group that this process, which is a rank, has made a domain of."""
+        group = None if inherited() else _by_name.get(name)
+        return None if group is None else cls(group)
 
     @classmethod
     def default(cls, device: torch.device, timeout: float) -> ProcessGroupTransport | None:
@@ -51,11 +65,13 @@ class ProcessGroupTransport(Transport):
             return cls(dist.group.WORLD)
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return None
+        if get_worker_info() is not None:
+            raise not_a_rank()
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        if backend == "gloo":  # no rank may exit while others still connect to it
-            dist.barrier()
         transport = cls(dist.group.WORLD)
+        # Also a barrier: with gloo, no rank may exit while others still connect to it.
+        matching_of(transport.group, transport._gather)
         atexit.register(transport.close)
         return transport
 
@@ -64,6 +80,7 @@ class ProcessGroupTransport(Transport):
         if torch.compiler.is_compiling():
             out: Tensor = functional.all_reduce(x, op, self.group)
             return out
+        self._enter("all_reduce", op, tuple(x.shape), x.dtype)
         dist.all_reduce(x, REDUCTIONS[op], group=self.group)
         return x
 
@@ -74,6 +91,7 @@ class ProcessGroupTransport(Transport):
         if torch.compiler.is_compiling():
             rows = functional.all_to_all_single(x, list(receive), list(send), self.group)
             return functional.wait_tensor(rows), None  # type: ignore[no-untyped-call]
+        self._enter("all_to_all", tuple(x.shape[1:]), x.dtype, send=send, receive=receive)
         rows = x.new_empty((sum(receive), *x.shape[1:]))
         work = dist.all_to_all_single(
             rows, x.contiguous(), list(receive), list(send), group=self.group, async_op=True
@@ -82,9 +100,26 @@ class ProcessGroupTransport(Transport):
 
     def gather_objects(self, value: T) -> list[T]:
         """See `Transport`."""
+        self._enter("gather_objects")
+        return self._gather(value)
+
+    def _gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def _enter(self, *what: Any, **tables: Sequence[int]) -> None:
+        """Compare the call with those of the other ranks; see `matching.py`.
+
+        Raises:
+            DomainError: on every rank, if another one makes another call; or if this process is not
+                a rank but a fork of one.
+        """
+        if inherited():
+            raise not_a_rank()
+        assert self.group is not None
+        matching = matching_of(self.group, self._gather)
+        matching.enter(call_of(*what, **tables), self._gather)
 
     def close(self) -> None:
         """Destroy the process group if it is the default one.
@@ -93,7 +128,8 @@ class ProcessGroupTransport(Transport):
         interpreter exits; else the process may abort ("terminate called without an active
         exception").
         """
-        if self.group is not None and self.group is dist.group.WORLD:
+        if self.group is dist.group.WORLD and self.group is not None:
+            end_calls(self.group)
             self.group = None
             dist.destroy_process_group()
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,21 @@ class Ranks:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size}, {self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The same ranks: copies of what holds them communicate with each other."""
+        return self
+
+    def __copy__(self) -> Self:
+        """The same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse pickle and torch.save; workers get it by `workers.py`."""
+        raise DomainError(
+            "a domain cannot be saved, as another run has other ranks: save x.gather() or "
+            "model.state_dict(), and load the folder of shards again"
+        )
 
     @property
     def group(self) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from meshshard.comm.matching import Call, call_of, raise_if_different
 from meshshard.comm.transport import Transport
 from meshshard.errors import DomainError, n_of
 
@@ -34,12 +35,12 @@ class ThreadGroup:
         self._calls = [0] * size  # collectives that each rank has entered
         self._ended: set[int] = set()
 
-    def gather(self, rank: int, call: tuple[Any, ...], value: T) -> list[T]:
+    def gather(self, rank: int, call: Call, value: T) -> list[T]:
         """The values of all ranks, by rank; not copied.
 
         Args:
             rank: this rank.
-            call: the collective and what must be equal on all ranks: shape, type.
+            call: the collective that this rank makes.
             value: the value of this rank.
 
         Raises:
@@ -50,12 +51,7 @@ class ThreadGroup:
         self._barrier.wait()
         slots = list(self._slots)
         self._barrier.wait()
-        for other, (other_call, _) in enumerate(slots):
-            if other_call != slots[0][0]:
-                raise DomainError(
-                    f"ranks are in different collectives: rank 0 in {_written(slots[0][0])}, "
-                    f"rank {other} in {_written(other_call)}"
-                )
+        raise_if_different({other: call for other, (call, _) in enumerate(slots)})
         return [value for _, value in slots]
 
     def end(self, rank: int) -> None:
@@ -65,13 +61,13 @@ class ThreadGroup:
             if max(self._calls) > self._calls[rank]:
                 self._barrier.abort()
 
-    def _enter(self, rank: int, call: tuple[Any, ...]) -> None:
+    def _enter(self, rank: int, call: Call) -> None:
         with self._lock:
             self._calls[rank] += 1
             missing = [r for r in self._ended if self._calls[r] < self._calls[rank]]
         if missing:
             raise DomainError(
-                f"rank {rank} is in {_written(call)}, but rank {missing[0]} has ended after "
+                f"rank {rank} is in {call}, but rank {missing[0]} has ended after "
                 f"{n_of(self._calls[missing[0]], 'collectives')}"
             )
 
@@ -92,7 +88,7 @@ class ThreadTransport(Transport):
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """See `Transport`; a sum adds in the order of the ranks."""
-        call = ("all_reduce", op, tuple(x.shape), x.dtype)
+        call = call_of("all_reduce", op, tuple(x.shape), x.dtype)
         terms = torch.stack(self.group.gather(self.rank, call, x.clone()))
         return x.copy_(terms.sum(0) if op == "sum" else terms.amax(0))
 
@@ -100,22 +96,16 @@ class ThreadTransport(Transport):
         self, x: Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> tuple[Tensor, None]:
         """See `Transport`; the rows have arrived when it returns."""
-        del receive
-        call = ("all_to_all", tuple(x.shape[1:]), x.dtype)
+        call = call_of("all_to_all", tuple(x.shape[1:]), x.dtype, send=send, receive=receive)
         sent = self.group.gather(self.rank, call, torch.split(x.clone(), list(send)))
         return torch.cat([parts[self.rank] for parts in sent]), None
 
     def gather_objects(self, value: T) -> list[T]:
         """See `Transport`; the values are not copied."""
-        values: list[T] = self.group.gather(self.rank, ("gather_objects",), value)
+        values: list[T] = self.group.gather(self.rank, call_of("gather_objects"), value)
         return values
 
     def shared_seed(self) -> int:
         """One draw by rank 0, as all threads share one default generator."""
         seed = super().shared_seed() if self.rank == 0 else 0
         return self.gather_objects(seed)[0]
-
-
-def _written(call: tuple[Any, ...]) -> str:
-    """A collective as text: its name, then what must be equal on all ranks."""
-    return f"{call[0]}({', '.join(map(str, call[1:]))})"

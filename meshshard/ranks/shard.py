@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from meshshard import store
 from meshshard.comm import Domain, Exchange
-from meshshard.errors import StoreError, n_of
+from meshshard.comm.domain import launched_domain
+from meshshard.errors import MeshshardError, StoreError, n_of
 from meshshard.graph.plan import Plan, runs
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.ragged import offsets_of, ranges
@@ -32,7 +34,8 @@ def load(path: str | Path, domain: Domain | None = None) -> Shard:
 
     Args:
         path: the folder.
-        domain: the ranks; by default a single rank without a process group.
+        domain: the ranks; by default those that were launched, one in a process started by
+            `python`.
 
     Communication: three gathers of objects, so that a wrong folder is an error on every rank.
 
@@ -47,7 +50,7 @@ def load(path: str | Path, domain: Domain | None = None) -> Shard:
         >>> shard.names[:2]
         ['CpMeanTrim', 'pMeanTrim']
     """
-    domain = domain or Domain()
+    domain = domain or launched_domain()
     folder = domain.run_collectively(lambda: _opened(path, domain), f"load {path}")
     domain.agree(folder.manifest["id"], f"the version of {path}")
     cuts = runs(folder.sizes, domain.size)
@@ -97,6 +100,24 @@ class Shard:
                 raise KeyError(f"no field {name!r}; there are: {', '.join(self.names)}")
             self._fields[name] = ShardTensor.from_local(self._rows(name), self.sharding)
         return self._fields[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a field of this name."""
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the fields."""
+        return iter(self.names)
+
+    def keys(self) -> list[str]:
+        """The names of the fields."""
+        return self.names
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
+        """The same rows with fields of its own; the graph and the exchange are shared."""
+        copied = copy.copy(self)
+        copied.__dict__["_fields"] = copy.deepcopy(self._fields, memo)
+        return copied
 
     @cached_property
     def names(self) -> list[str]:
@@ -161,7 +182,7 @@ class Shard:
             fields: sharded tensors (N,) or (N, width) by name.
             name: name of the set of results.
         """
-        parts = {n: x.detach().to_local().cpu().numpy() for n, x in fields.items()}
+        parts = {n: x.cpu().numpy() for n, x in self._owned(fields, "put").items()}
         start = 0
         for p in self.shards:
             stop = start + int(self.folder.sizes[p])
@@ -183,7 +204,8 @@ class Shard:
             (4778,)
         """
         domain, sizes = self.domain, self.sizes.tolist()
-        whole = {n: domain.gather(x.detach().to_local(), sizes) for n, x in fields.items()}
+        owned = self._owned(fields, "gather")
+        whole = {n: domain.gather(x, sizes) for n, x in owned.items()}
         assert self.sharding.origin is not None
         origin = domain.gather(self.sharding.origin, sizes)
         if domain.rank:
@@ -192,6 +214,26 @@ class Shard:
         found = {n: x[rows].cpu().numpy() for n, x in whole.items()}
         on = "cell" if self.folder.entity == "cells" else "point"
         return self.folder.gather().with_fields(**{on: found})
+
+    def _owned(self, fields: Mapping[str, Any], what: str) -> dict[str, Tensor]:
+        """The owned rows of sharded results.
+
+        Raises:
+            MeshshardError: a result is not sharded like the fields; raised on every rank.
+        """
+        for name, x in fields.items():
+            if not isinstance(x, ShardTensor):
+                raise MeshshardError(
+                    f"{what}: {name!r} is a plain {type(x).__name__}; pass a sharded tensor, such "
+                    "as the result of a model, or tensor.shard(rows, shard.domain, shard.sizes) of "
+                    "rows in the order of the shards"
+                )
+            if x.sharding != self.sharding or x.sharded_dim != 0:
+                raise MeshshardError(
+                    f"{what}: {name!r} is sharded along dim {x.sharded_dim} with {x.sharding}, the "
+                    f"fields along dim 0 with {self.sharding}; use x.redistribute(shard.sizes)"
+                )
+        return {name: x.detach().to_local() for name, x in fields.items()}
 
     def _rows(self, name: str) -> Tensor:
         """Owned rows of a field, on the device."""

@@ -131,8 +131,12 @@ class ShardGraph:
             f"{n_of(len(self.indices), 'edges')})"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardGraph:
+        """The same graph, which is constant: copies of a model share it."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
-        """Refuse the attributes and methods of an edge_index."""
+        """Refuse the attributes and methods of an edge_index; `hasattr` is false."""
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"ShardGraph has no attribute {name!r}")
         raise _not_an_edge_index(f"edge_index.{name}")
@@ -236,8 +240,12 @@ class ShardGraph:
         return ShardTensor.from_local(features[self.edge_keys], self.edges)
 
 
+class _EdgeIndexError(NoShardRule, AttributeError):
+    """The graph was used as an edge_index."""
+
+
 def _not_an_edge_index(what: str) -> NoShardRule:
-    return NoShardRule(
+    return _EdgeIndexError(
         f"{what}: the graph is a ShardGraph, not an edge_index; use graph.lift(x) for x[row] and "
         "x[col] of every edge and graph.degree() for the in-degrees, and change edges (self-loops, "
         "dropped edges) before ShardGraph.from_edge_index"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,10 @@ class Sharding:
                 f"Sharding: shards of each rank must add up to sizes {self.sizes}, got "
                 f"{self.shards}"
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        """The same sharding, which is constant."""
+        return self
 
     def sources(self, device: torch.device | None = None) -> Tensor:
         """(n_owned,) int64 row in the source of every owned row."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshshard.comm.workers import send_to_workers
 from meshshard.tensor._torch_private import (
     called_by_ddp,
     called_by_fake_tensor,
@@ -19,6 +20,7 @@ from meshshard.tensor._torch_private import (
 from meshshard.tensor.align import global_shape, require_same_sharding
 from meshshard.tensor.rules.autograd import requires_grad_, set_grad
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, wrap
+from meshshard.tensor.sharding import Sharding
 
 LOCAL_ATTRIBUTES = """
 dtype device layout requires_grad grad_fn is_leaf ndim is_cuda is_cpu is_sparse is_sparse_csr
@@ -109,6 +111,20 @@ def deepcopy(x: ShardTensor, memo: dict[int, Any]) -> ShardTensor:
         set_grad(made, copy.deepcopy(grad, memo))
     memo[id(x)] = made
     return made
+
+
+def to_worker(x: ShardTensor) -> tuple[Any, ...]:
+    """What a process that is not a rank gets of a sharded tensor: owned rows and sharding."""
+    if x.requires_grad and not x.is_leaf:
+        raise refuse("pickle", (x,), None, "only leaves are sent to a process; detach it first")
+    with native():
+        rows, requires_grad = x.detach(), x.requires_grad
+    return _from_worker, (rows, x._sharding, x._dim, requires_grad)
+
+
+def _from_worker(rows: Tensor, sharding: Sharding, dim: int, requires_grad: bool) -> ShardTensor:
+    x = wrap(rows, sharding, dim)
+    return requires_grad_(x) if requires_grad else x
 
 
 def text(x: ShardTensor, *_: Any, **__: Any) -> str:
@@ -205,3 +221,5 @@ RULES: dict[Any, Rule] = {
     Tensor.__hash__: lambda x: id(x),
     Tensor.__format__: lambda x, spec: text(x),
 }
+
+send_to_workers(ShardTensor, to_worker)
