@@ -447,7 +447,14 @@ def _as_mesh(mesh: Any) -> Mesh:
         return mesh
     from meshshard import io
 
-    return io.read(mesh) if isinstance(mesh, (str, Path)) else io.from_pyvista(mesh)
+    if isinstance(mesh, (str, Path)):
+        return io.read(mesh)
+    if not hasattr(mesh, "IsA"):  # of VTK
+        raise PartitionError(
+            f"partition: expected a Mesh, a Graph, a PyVista dataset or the path of a file, got "
+            f"{type(mesh).__name__}; make arrays a mesh with from_arrays(points, …)"
+        )
+    return io.from_pyvista(mesh)
 
 
 def _weights(mesh: Mesh | None, entity: str, weights: Array | str, n: int) -> Array:

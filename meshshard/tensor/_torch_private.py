@@ -110,6 +110,11 @@ def in_checkpoint() -> bool:
     return _called_by("torch/utils/checkpoint.py", "forward")
 
 
+def called_by_message_passing() -> bool:
+    """Whether a convolution of PyG takes the rows of its edges."""
+    return _called_by("torch_geometric/nn/conv/message_passing.py")
+
+
 def _called_by(file: str, function: str = "") -> bool:
     """Whether a function of a file, by default any, is on the call stack."""
     frame: FrameType | None = sys._getframe(2)

@@ -17,6 +17,7 @@ from meshshard.tensor.align import (
     ndim_of,
     require_same_sharding,
 )
+from meshshard.tensor.plain_edges import check_plain_edges
 from meshshard.tensor.row_copy import row_copy
 from meshshard.tensor.rules.table import named
 from meshshard.tensor.rules.views import apply_and_follow
@@ -189,17 +190,16 @@ def index_select(x: Any, dim: int, index: Any) -> Any:
         return wrap(out, index._sharding, normalize_dim(dim, x.ndim))
     dim = normalize_dim(dim, ndim_of(x))
     if type(index) is ShardTensor:
-        raise refuse(
-            torch.index_select, (x, index), None, "the row numbers are sharded; gather them"
-        )
+        why = "the row numbers are sharded; gather them"
+        raise refuse(torch.index_select, (x, index), None, why)
     if dim != x._dim:
         return apply_local(torch.index_select, x, (dim, index))
     total = x._sharding.total
     if len(index) and not (-total <= int(index.min()) and int(index.max()) < total):
         raise IndexError(f"index out of range for {total} rows")
     if index.ndim != 1:
-        why = f"expected row numbers of one dim, got shape {tuple(index.shape)}; flatten them"
-        raise refuse(GET, (x,), None, why)
+        raise refuse(GET, (x,), None, f"row numbers of shape {tuple(index.shape)}; flatten them")
+    check_plain_edges(x, index)
     return _rows_by_number(x, torch.where(index < 0, index + total, index))
 
 
