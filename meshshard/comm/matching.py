@@ -219,7 +219,8 @@ def _timeout(group: dist.ProcessGroup) -> float:
 
 @lru_cache(maxsize=1024)
 def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in LIBRARIES
+    """Whether a module is not the user's; code that torch.compile generates has no module."""
+    return not module or module.partition(".")[0] in LIBRARIES
 
 
 @lru_cache(maxsize=1024)
