@@ -211,9 +211,10 @@ def _balance(send: Table, receive: Table, rank: int) -> int:
 
 
 def _timeout(group: dist.ProcessGroup) -> float:
-    """Seconds that the backend of a group waits for other ranks."""
-    options = group._get_backend(group._device_types[0]).options
-    seconds: float = options._timeout.total_seconds()
+    """Seconds that the backend of a group waits for other ranks, as far as it says."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout = getattr(options, "_timeout", dist.default_pg_timeout)
+    seconds: float = timeout.total_seconds()
     return seconds
 
 

@@ -70,8 +70,8 @@ class ProcessGroupTransport(Transport):
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         transport = cls(dist.group.WORLD)
-        # Also a barrier: with gloo, no rank may exit while others still connect to it.
-        matching_of(transport.group, transport._gather)
+        if backend == "gloo":  # also a barrier: no rank may exit while others still connect to it
+            matching_of(transport.group, transport._gather)
         atexit.register(transport.close)
         return transport
 
