@@ -19,7 +19,7 @@ from meshshard.tensor.sharding import Sharding
 from meshshard.tensor.take_rows import take_rows
 
 
-# -------------------------------------------------------------------------------- joining, shapes
+# ---------------------------------------------------------------------------------- joining, shapes
 def _at_least(ndim: int) -> Rule:
     """The rule of atleast_1d, atleast_2d or atleast_3d, of one tensor, several or a list."""
 
@@ -98,7 +98,6 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
     grids = list(torch.broadcast_tensors(*views))
     if swap:
         grids[:2] = grids[1::-1]
-        grids = [torch.swapaxes(g, 0, 1) for g in grids]
     return tuple(grids)
 
 
@@ -248,7 +247,8 @@ def _pixels(inverse: bool) -> Rule:
     """The rule of pixel_shuffle or pixel_unshuffle: one reshape, one permutation, one reshape."""
     func = F.pixel_unshuffle if inverse else F.pixel_shuffle
 
-    def _rule(x: Sharded, factor: int) -> Any:
+    def _rule(x: Sharded, *args: int, **kwargs: int) -> Any:
+        (factor,) = (*args, *kwargs.values())
         shape = func(torch.empty(x.shape, device="meta"), factor).shape  # raises as in torch
         *batch, c, h, w = x.shape
         n, r = len(batch), factor

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import global_shape, narrow_to_owned, ndim_of, require_same_sharding
+from meshshard.tensor.align import global_shape, narrow_to_owned, ndim_of
+from meshshard.tensor.layout import as_layout, reshard
 from meshshard.tensor.rules.reshape import shape_of
 from meshshard.tensor.rules.table import named
 from meshshard.tensor.shard_tensor import (
@@ -36,7 +37,6 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Any:
     _require_same_shape(tensors, dim)
     if dim == first._dim:
         return _cat_rows(tensors, dim)
-    require_same_sharding(torch.cat, tensors)
     parts = [_owned_part(x, first) for x in tensors]
     with native():
         return wrap(torch.cat(parts, dim), first._sharding, first._dim)
@@ -56,11 +56,7 @@ def _require_same_shape(tensors: Sequence[Tensor], dim: int) -> None:
 def _owned_part(x: Tensor, first: ShardTensor) -> Tensor:
     """Owned rows of one argument of `torch.cat` or `torch.stack`."""
     if type(x) is ShardTensor:
-        if x._dim != first._dim:
-            raise refuse(
-                torch.cat, (x, first), None, "the tensors are sharded along different dims"
-            )
-        return x
+        return as_layout(x, first)
     if x.shape[first._dim] != first._sharding.total:
         why = f"a plain tensor of shape {tuple(x.shape)} has another number of rows"
         raise refuse(torch.cat, (first,), None, why)
@@ -74,9 +70,8 @@ def _cat_rows(tensors: Sequence[Tensor], dim: int) -> Any:
     for example a class token before the points, count as rows of one rank.
     """
     found = sharded_in(tensors)
-    if any(x._dim != dim for x in found):
-        raise refuse(torch.cat, (tensors,), None, "the tensors are sharded along different dims")
     domain = found[0]._sharding.domain
+    tensors = [reshard(x, dim) if type(x) is ShardTensor and x._dim != dim else x for x in tensors]
     found = _with_plain_rows(tensors, domain, dim)
     old = [x._sharding for x in found]
     sizes = [sum(s.sizes[r] for s in old) for r in range(domain.size)]
@@ -116,7 +111,9 @@ def _rows_between(sizes: Sequence[int], first: int, last: int) -> list[int]:
 
 def stack(tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> Any:
     """torch.stack along a new dim."""
-    first = require_same_sharding(torch.stack, tensors)
+    first = sharded_in(tensors)[0]
+    if len({shape_of(x) for x in tensors}) > 1:
+        raise RuntimeError(f"stack expects equal shapes, got {[tuple(x.shape) for x in tensors]}")
     dim = normalize_dim(dim, ndim_of(first) + 1)
     parts = [_owned_part(x, first) for x in tensors]
     with native():

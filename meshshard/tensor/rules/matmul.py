@@ -157,7 +157,7 @@ def _labeled(func: Callable[..., Any], left: str, right: str, out: str) -> Rule:
     return _rule
 
 
-def _added(product: Callable[..., Any]) -> Rule:
+def added(product: Callable[..., Any]) -> Rule:
     """The rule of addmm, addmv and baddbmm: beta * x + alpha * product(a, b).
 
     With beta = 0 the values of x are ignored, NaN included.
@@ -219,7 +219,7 @@ RULES: dict[Any, Rule] = {
         "dot": _labeled(torch.dot, "k", "k", ""),
         "vdot": _labeled(torch.vdot, "k", "k", ""),
         "outer ger": outer,
-        "addmm": _added(torch.mm), "addmv": _added(torch.mv), "baddbmm": _added(torch.bmm),
+        "addmm": added(torch.mm), "addmv": added(torch.mv), "baddbmm": added(torch.bmm),
         "linear": linear, "bilinear": bilinear, "einsum": einsum,
     }),
     **{f: _cross(f) for f in functions_named("cross")},

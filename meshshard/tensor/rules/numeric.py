@@ -12,6 +12,7 @@ from torch import Tensor
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.layout import as_layout, reshard
 from meshshard.tensor.rules.compositions import one_sharded
+from meshshard.tensor.rules.matmul import added
 from meshshard.tensor.rules.table import functions_named, in_place, named
 from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, sharded_in, wrap
 
@@ -62,10 +63,11 @@ def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -
     return _trapezoids(y, x, dx, dim).cumsum(dim) / 2
 
 
-def gradient(x: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> list[Any]:
+def gradient(x: Any, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> list[Any]:
     """torch.gradient: central differences, one-sided at the two ends of a dim."""
     torch.gradient(torch.empty(x.shape, device="meta"), dim=dim, edge_order=edge_order)  # raises
     dims = range(x.ndim) if dim is None else _list(dim)
+    spacing = 1 if spacing is None else spacing
     steps = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
     if len(steps) != len(dims):
         raise RuntimeError(f"gradient: expected a spacing for each of {len(dims)} dims")
@@ -122,7 +124,7 @@ def _weighted(weights: Sequence[Any], points: Sequence[Any]) -> Any:
     return a + b + c
 
 
-# ---------------------------------------------------------------------------------- products, sums
+# ----------------------------------------------------------------------------------- products, sums
 def inner(a: Any, b: Any) -> Any:
     """torch.inner."""
     return a * b if not a.ndim or not b.ndim else torch.tensordot(a, b, ([-1], [-1]))
@@ -140,8 +142,11 @@ def tensordot(a: Any, b: Any, dims: Any = 2, **_: Any) -> Any:
     labels_a = [chr(ord("a") + d) for d in range(a.ndim)]
     labels_b = [chr(ord("A") + d) for d in range(b.ndim)]
     for i, j in zip(left, right, strict=True):
-        if a.shape[i] != b.shape[j]:
+        if a.shape[i] != b.shape[j] and 1 not in (a.shape[i], b.shape[j]):
             raise RuntimeError(f"contracted dimensions need to match: {a.shape} and {b.shape}")
+        if a.shape[i] != b.shape[j]:  # a size of 1 counts as broadcast
+            a = a.sum(i, keepdim=True) if b.shape[j] == 1 else a
+            b = b.sum(j, keepdim=True) if a.shape[i] == 1 else b
         labels_b[j] = labels_a[i]
     out = [c for d, c in enumerate(labels_a) if d not in left]
     out += [c for d, c in enumerate(labels_b) if d not in right]
@@ -175,9 +180,10 @@ def cov(x: Sharded, *, correction: int = 1, fweights: Any = None, aweights: Any 
     if fweights is None and aweights is None:
         average, factor, weighted = x.mean(1, keepdim=True), max(n - correction, 0), None
     else:
+        fweights, aweights = (
+            None if a is None else _fit(a, torch.select(x, 0, 0)) for a in (fweights, aweights)
+        )
         w = fweights if aweights is None else aweights if fweights is None else fweights * aweights
-        if type(x) is ShardTensor and w.shape == (n,):
-            w = as_layout(w, x[0])
         sums = w.sum()
         average = (x * w).sum(1, keepdim=True) / sums
         squares = (w * aweights).sum() / sums if aweights is not None and correction else 1
@@ -214,7 +220,7 @@ def flipped_vander(x: Sharded, N: int | None = None, increasing: bool = False) -
     return out if increasing else out.flip(-1)
 
 
-# ------------------------------------------------------------------------------------- comparisons
+# -------------------------------------------------------------------------------------- comparisons
 def equal(a: Any, b: Any) -> bool:
     """torch.equal: the same bool on every rank."""
     if a.shape != b.shape:
@@ -272,7 +278,7 @@ RULES: dict[Any, Rule] = {
         "diff": diff, "gradient": gradient, "trapezoid trapz": trapezoid,
         "cumulative_trapezoid": cumulative_trapezoid,
         "inner": inner, "tensordot": tensordot, "kron": kron, "cov": cov, "corrcoef": corrcoef,
-        "addr": _added(torch.outer), "addbmm": _added(lambda a, b: torch.bmm(a, b).sum(0)),
+        "addr": added(torch.outer), "addbmm": added(lambda a, b: torch.bmm(a, b).sum(0)),
         "equal": equal, "isin": isin, "frexp": _each(torch.frexp),
         "unravel_index": _each(torch.unravel_index),
         "cdouble": _to(torch.complex128), "cfloat": _to(torch.complex64),

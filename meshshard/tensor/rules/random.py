@@ -21,7 +21,7 @@ from meshshard.tensor.rules.table import rowwise
 from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, refuse, wrap
 
 
-def _uniform(x: Sharded) -> Tensor:
+def uniform_numbers(x: Sharded) -> Tensor:
     """Uniform numbers in [0, 1), float64, of the local shape of `x`."""
     seed = x._sharding.domain.shared_seed()
     with native():
@@ -39,7 +39,7 @@ def dropout(x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = F
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
         return x
-    keep = _uniform(x) >= p
+    keep = uniform_numbers(x) >= p
     with native():
         factor = keep.to(x.dtype) / (1 - p) if p < 1 else torch.zeros_like(x)
         out = x.mul_(factor) if inplace else x * factor
@@ -53,57 +53,43 @@ def native_dropout(x: Sharded, p: float = 0.5, train: bool = True) -> Any:
 
 def rand_like(x: Sharded, **kwargs: Any) -> ShardTensor:
     """Uniform numbers in [0, 1)."""
-    _default_only(torch.rand_like, x, kwargs)
+    default_only(torch.rand_like, x, kwargs)
     with native():
-        draw = _uniform(x).to(kwargs.get("dtype") or x.dtype)
-    return _made(draw, x, kwargs)
+        draw = uniform_numbers(x).to(kwargs.get("dtype") or x.dtype)
+    return made(draw, x, kwargs)
 
 
 def randn_like(x: Sharded, **kwargs: Any) -> ShardTensor:
     """Normal numbers, by the inverse of the cumulative distribution."""
-    _default_only(torch.randn_like, x, kwargs)
+    default_only(torch.randn_like, x, kwargs)
     with native():
-        draw = _normal(x).to(kwargs.get("dtype") or x.dtype)
-    return _made(draw, x, kwargs)
+        draw = normal_numbers(x).to(kwargs.get("dtype") or x.dtype)
+    return made(draw, x, kwargs)
 
 
 def bernoulli(x: Sharded, p: Any = None, **kwargs: Any) -> ShardTensor:
     """Zeros and ones, with the probabilities x, or p."""
-    _default_only(torch.bernoulli, x, kwargs)
+    default_only(torch.bernoulli, x, kwargs)
     with native():
-        draw = (_uniform(x) < (x if p is None else p)).to(x.dtype)
+        draw = (uniform_numbers(x) < (x if p is None else p)).to(x.dtype)
     return wrap(draw, x._sharding, x._dim)
 
 
-def uniform_(x: Sharded, low: float = 0.0, to: float = 1.0, **kwargs: Any) -> ShardTensor:
-    """Fill with uniform numbers."""
-    _default_only(torch.Tensor.uniform_, x, kwargs)
-    low = kwargs.get("from", low)
-    with native(), torch.no_grad():
-        x.copy_(_uniform(x) * (to - low) + low)
-    return x  # type: ignore[no-any-return]
-
-
-def normal_(x: Sharded, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> ShardTensor:
-    """Fill with normal numbers."""
-    _default_only(torch.Tensor.normal_, x, kwargs)
-    with native(), torch.no_grad():
-        x.copy_(_normal(x) * std + mean)
-    return x  # type: ignore[no-any-return]
-
-
-def _default_only(func: Any, x: Sharded, kwargs: dict[str, Any]) -> None:
+def default_only(func: Any, x: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a generator: its numbers would depend on the partition."""
     if kwargs.get("generator") is not None:
         why = "its numbers depend on torch.manual_seed and the rows; omit the generator"
         raise refuse(func, (x,), None, why)
 
 
-def _normal(x: Sharded) -> Tensor:
-    draw: Tensor = torch.special.ndtri((_uniform(x) + 2.0**-54).clamp(max=1 - 2.0**-53))
+def normal_numbers(x: Sharded) -> Tensor:
+    """Normal numbers, float64, of the local shape of `x`."""
+    draw: Tensor = torch.special.ndtri((uniform_numbers(x) + 2.0**-54).clamp(max=1 - 2.0**-53))
     return draw
 
 
-def _made(draw: Tensor, x: Sharded, kwargs: dict[str, Any]) -> ShardTensor:
+def made(draw: Tensor, x: Sharded, kwargs: dict[str, Any]) -> ShardTensor:
+    """Drawn numbers, sharded as `x`; a leaf if the options ask for a gradient."""
     out = wrap(draw, x._sharding, x._dim)
     return requires_grad_(out) if kwargs.get("requires_grad") else out
 
@@ -134,8 +120,6 @@ RULES: dict[Any, Rule] = {
     torch.randn_like: randn_like,
     torch.bernoulli: bernoulli,
     torch.Tensor.bernoulli: bernoulli,
-    torch.Tensor.uniform_: uniform_,
-    torch.Tensor.normal_: normal_,
     **{
         f: rowwise(f)
         for f in (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)

@@ -28,7 +28,7 @@ from meshshard.tensor.take_rows import take_rows
 MARK = 7919  # size of the sharded dim of a meta tensor, which no other dim has
 
 
-# ------------------------------------------------------------------------------- dims in any order
+# -------------------------------------------------------------------------------- dims in any order
 def apply_and_follow(
     func: Callable[..., Any], x: ShardTensor, args: Any, kwargs: Any
 ) -> ShardTensor:
@@ -72,7 +72,7 @@ def _moved_dims(func: Callable[..., Any]) -> Rule:
     return _find
 
 
-# -------------------------------------------------------------------------------- dims of size one
+# --------------------------------------------------------------------------------- dims of size one
 def _squeezed(x: ShardTensor, dim: Any = None) -> tuple[tuple[tuple[int, ...]], int]:
     """The dims that squeeze removes, and the new sharded dim, -1 if it is removed."""
     shape = global_shape(x)
@@ -131,7 +131,7 @@ def expand_as(x: Any, other: Tensor) -> Any:
     return x + torch.zeros_like(other).to(x.dtype)
 
 
-# -------------------------------------------------------------------------------- sharded matrices
+# --------------------------------------------------------------------------------- sharded matrices
 def _shift(x: Sharded, dim1: int, dim2: int) -> int:
     """What a diagonal's number is larger by in the owned rows (dim1) or columns (dim2)."""
     first: int = x._sharding.first
