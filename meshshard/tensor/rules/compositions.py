@@ -18,6 +18,11 @@ from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, sharded_in
 from meshshard.tensor.sharding import Sharding
 from meshshard.tensor.take_rows import take_rows
 
+broadcast_shapes: Any = torch.broadcast_shapes  # these have no types
+broadcast_tensors_: Any = torch.broadcast_tensors
+atleast_1d: Any = torch.atleast_1d
+atleast_2d: Any = torch.atleast_2d
+
 
 # ---------------------------------------------------------------------------------- joining, shapes
 def _at_least(ndim: int) -> Rule:
@@ -38,7 +43,7 @@ def _at_least(ndim: int) -> Rule:
 
 def hstack(tensors: Sequence[Tensor]) -> Any:
     """torch.hstack."""
-    every = torch.atleast_1d(*tensors) if len(tensors) > 1 else (torch.atleast_1d(tensors[0]),)
+    every = atleast_1d(*tensors) if len(tensors) > 1 else (atleast_1d(tensors[0]),)
     return torch.cat(every, 0 if every[0].ndim == 1 else 1)
 
 
@@ -66,7 +71,7 @@ def _split_along(split: Callable[..., Any], dim: int) -> Rule:
 
 def broadcast_tensors(*tensors: Any) -> Any:
     """torch.broadcast_tensors; a plain tensor is sharded as the first sharded one."""
-    shape: Any = torch.broadcast_shapes(*(x.shape for x in tensors))
+    shape: Any = broadcast_shapes(*(x.shape for x in tensors))
     first = next(x for x in tensors if type(x) is ShardTensor).expand(shape)
     if type(first) is not ShardTensor:
         return [x.expand(shape) for x in tensors]
@@ -95,7 +100,7 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
     views = [
         x.reshape([-1 if d == i else 1 for d in range(n)]) for i, x in enumerate(one_sharded(given))
     ]
-    grids = list(torch.broadcast_tensors(*views))
+    grids = list(broadcast_tensors_(*views))
     if swap:
         grids[:2] = grids[1::-1]
     return tuple(grids)
@@ -110,7 +115,7 @@ def cartesian_prod(*tensors: Any) -> Any:
 
 def block_diag(*tensors: Any) -> Any:
     """torch.block_diag: blocks padded to all columns, one below the other."""
-    blocks = [torch.atleast_2d(x) for x in tensors]
+    blocks = [atleast_2d(x) for x in tensors]
     columns = [x.shape[1] for x in blocks]
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in blocks])
     wide = [
@@ -181,7 +186,7 @@ def slice_of(x: Sharded, dim: int = 0, start: Any = None, end: Any = None, step:
     return x[(*[slice(None)] * (dim % x.ndim), slice(start, end, step))]
 
 
-def _copy(view: Rule) -> Rule:
+def _copy(view: Any) -> Rule:
     """The rule of a view_copy function: what the view returns, cloned."""
 
     def _rule(*args: Any, **kwargs: Any) -> Any:
@@ -193,7 +198,7 @@ def _copy(view: Rule) -> Rule:
 
 def rot90(x: Sharded, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
     """torch.rot90."""
-    torch.rot90(torch.empty(x.shape, device="meta"), k, dims)  # raises as in torch
+    torch.rot90(torch.empty(x.shape, device="meta"), k, tuple(dims))  # raises as in torch
     a, b = dims
     turned = {0: torch.clone, 2: lambda y: torch.flip(y, (a, b))}
     turned[1] = lambda y: torch.flip(torch.transpose(y, a, b), (a,))
@@ -222,8 +227,9 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
 
     Communication: one gather of objects; that of `rearranged` unless the first dim is sharded.
     """
-    x, mask = torch.broadcast_tensors(x, mask)
-    flat, chosen = torch.flatten(x), torch.flatten(mask)
+    x, mask = broadcast_tensors_(x, mask)
+    flat: Any = torch.flatten(x)
+    chosen = torch.flatten(mask)
     first = flat if type(flat) is ShardTensor else chosen if type(chosen) is ShardTensor else None
     if first is None:  # only the source is sharded
         return masked_scatter(_sharded_as(x, source), mask, source)
@@ -282,7 +288,7 @@ COPIES = """
 alias detach diagonal expand narrow permute select slice split split_with_sizes squeeze t transpose
 unbind unfold unsqueeze view view_as_real view_as_complex
 """
-VIEWS: dict[str, Callable[..., Any]] = {
+VIEWS: dict[str, Any] = {
     "alias": torch.clone, "expand": Tensor.expand, "slice": slice_of, "unfold": Tensor.unfold,
     "view": Tensor.reshape,
 }  # fmt: skip

@@ -11,19 +11,21 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import align_broadcast, local_shape
-from meshshard.tensor.keyed_random import hash_uniform
+from meshshard.tensor.align import align_broadcast
 from meshshard.tensor.rules.random import (
+    channel_numbers,
     default_only,
     dropout,
     made,
     normal_numbers,
     randn_like,
+    replicated_numbers,
     uniform_numbers,
 )
 from meshshard.tensor.rules.table import functions_named
 from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, sharded_in, wrap
 
+broadcast_tensors: Any = torch.broadcast_tensors
 ALPHA = 1.7580993408473766  # of SELU, which alpha dropout keeps normalized
 
 
@@ -65,13 +67,13 @@ def _geometric(x: Sharded, p: float) -> Tensor:
     return torch.floor(torch.log1p(-uniform_numbers(x)) / math.log1p(-p)) + 1
 
 
-def _bernoulli(x: Sharded, p: Any = 0.5) -> Tensor:
+def _bernoulli(x: Sharded, p: Any = 0.5) -> Any:
     if isinstance(p, Tensor):
         (_, p), _, _ = align_broadcast(Tensor.bernoulli_, (x, p))
     return uniform_numbers(x) < p
 
 
-def _random(x: Sharded, low: int = 0, to: int | None = None) -> Tensor:
+def _random(x: Sharded, low: int = 0, to: int | None = None) -> Any:
     """Whole numbers from low to to - 1; a single number is `to`."""
     if to is None and low:
         low, to = 0, low
@@ -102,7 +104,7 @@ def normal(mean: Any, std: Any = 1.0, **kwargs: Any) -> Any:
     with torch.no_grad():
         default_only(torch.normal, sharded_in((mean, std))[0], kwargs)
         tensors = [a for a in (mean, std) if isinstance(a, Tensor)]
-        like = sharded_in(torch.broadcast_tensors(*tensors))[0]
+        like = sharded_in(broadcast_tensors(*tensors))[0]
         return randn_like(like, dtype=tensors[0].dtype) * std + mean
 
 
@@ -113,10 +115,11 @@ def multinomial(x: Any, num_samples: int, replacement: bool = False, **kwargs: A
     """
     default_only(torch.multinomial, x, kwargs)
     with torch.no_grad():
-        torch.multinomial(torch.ones(x.shape), num_samples, replacement)  # raises as in torch
+        if not replacement and num_samples > x.shape[-1]:
+            raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples")
         if not replacement:  # the largest of weights over exponential numbers
-            numbers = wrap(-torch.log1p(-uniform_numbers(x)), x._sharding, x._dim)
-            return torch.topk(x / numbers, num_samples, -1).indices
+            waits = wrap(-torch.log1p(-uniform_numbers(x)), x._sharding, x._dim)
+            return torch.topk(x / waits, num_samples, -1).indices
         ends = torch.cumsum(x, -1)
         if x._dim < x.ndim - 1:
             like = x.new_empty(*x.shape[:-1], num_samples)
@@ -125,17 +128,11 @@ def multinomial(x: Any, num_samples: int, replacement: bool = False, **kwargs: A
                 chosen = torch.searchsorted(ends.contiguous(), numbers, right=True)
             return wrap(chosen, x._sharding, x._dim)
         domain, total = x._sharding.domain, x.sum(-1, keepdim=True)
-        numbers = _replicated(domain.shared_seed(), [*x.shape[:-1], num_samples], x.device)
+        numbers = replicated_numbers(x, [*x.shape[:-1], num_samples])
         with native():
             wanted = (numbers * total).to(x.dtype)
             chosen = torch.searchsorted(ends.contiguous(), wanted, right=True)
         return domain.all_reduce(chosen).clamp(max=x.shape[-1] - 1)
-
-
-def _replicated(seed: int, shape: list[int], device: Any) -> Tensor:
-    """Uniform numbers that are the same on all ranks."""
-    ids = torch.arange(math.prod(shape), device=device).reshape(shape)
-    return hash_uniform(seed, ids)
 
 
 # ----------------------------------------------------------------------------- activations, dropout
@@ -148,7 +145,7 @@ def rrelu(
         with native():
             slopes = (uniform_numbers(x) * (upper - lower) + lower).to(x.dtype)
             factors = torch.where(x > 0, torch.ones_like(slopes), slopes)
-            out = wrap(x * factors, x._sharding, x._dim)
+            out: Sharded = wrap(x * factors, x._sharding, x._dim)
     else:
         out = F.leaky_relu(x, (lower + upper) / 2)
     return x.copy_(out) if inplace else out
@@ -174,32 +171,16 @@ def _alpha(keep_of: Callable[..., Tensor]) -> Rule:
     return _rule
 
 
-def _of_channels(x: Sharded) -> Tensor:
-    """Uniform numbers of the local shape, one for each channel: dims 0 and 1."""
-    if x.ndim < 2:
-        raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
-    shape = [*x.shape[:2], *[1] * (x.ndim - 2)]
-    if x._dim > 1:
-        return _replicated(x._sharding.domain.shared_seed(), shape, x.device)
-    with native():
-        one = x.detach().reshape(*x.shape[:2], -1)[..., :1] if x.ndim > 2 else x.detach()
-        if one.numel() != math.prod(local_shape(x)[:2]):
-            one = one.new_empty((*x.shape[:2], 1))
-        like = wrap(one.clone(), x._sharding, x._dim)
-    numbers = uniform_numbers(like)
-    return numbers.reshape(*local_shape(x)[:2], *[1] * (x.ndim - 2))
-
-
 def _in_place(rule: Rule) -> Rule:
     return lambda x, p, train: rule(x, p, train, True)
 
 
-FILLED = {
+FILLED: dict[str, Callable[..., Any]] = {
     "uniform_": _uniform, "normal_": _normal, "log_normal_": _log_normal, "cauchy_": _cauchy,
     "exponential_": _exponential, "geometric_": _geometric, "bernoulli_": _bernoulli,
     "random_": _random,
 }  # fmt: skip
-alpha_dropout, feature_alpha_dropout = _alpha(uniform_numbers), _alpha(_of_channels)
+alpha_dropout, feature_alpha_dropout = _alpha(uniform_numbers), _alpha(channel_numbers)
 RULES: dict[Any, Rule] = {
     **{getattr(Tensor, name): _filled(numbers) for name, numbers in FILLED.items()},
     **dict.fromkeys(functions_named("multinomial"), multinomial),

@@ -144,12 +144,22 @@ def _row_dim(x: ShardTensor, wanted: list[int]) -> tuple[int, Sharding] | None:
     for d in candidates:
         new, rows = wanted[d], old.total
         if rows and new % rows == 0:
-            return d, Sharding(old.domain, [n * (new // rows) for n in old.sizes])
+            return d, _split_rows(old, new // rows)
         if new and rows % new == 0:
             each = rows // new
             if not any(n % each for n in old.sizes):
-                return d, Sharding(old.domain, [n // each for n in old.sizes])
+                origin = None if old.origin is None else old.origin[::each] // each
+                return d, Sharding(old.domain, [n // each for n in old.sizes], origin)
     return None
+
+
+def _split_rows(old: Sharding, n: int) -> Sharding:
+    """The sharding if each row becomes several."""
+    if old.origin is None:
+        return Sharding(old.domain, [n * rows for rows in old.sizes])
+    parts = torch.arange(n, device=old.origin.device)
+    origin = (old.origin[:, None] * n + parts).flatten()
+    return Sharding(old.domain, [n * rows for rows in old.sizes], origin)
 
 
 def _as_other(may_move: bool) -> Rule:

@@ -103,14 +103,13 @@ def tile(x: ShardTensor, *dims: Any, **kwargs: Any) -> Sharded:
     return repeat(x, [1] * (ndim_of(x) - len(times)) + times)
 
 
-def repeat_interleave(x: Sharded, repeats: Any = None, dim: int | None = None, **_: Any) -> Sharded:
+def repeat_interleave(x: Any, repeats: Any = None, dim: int | None = None, **_: Any) -> Sharded:
     """torch.repeat_interleave; copies of a row stay on its rank.
 
     Communication: one gather of objects if the numbers of copies are a tensor.
     """
     if repeats is None:  # x has the numbers of copies of 0, 1, 2, ...
-        rows, repeats = torch.arange(x.shape[0], device=x.device), x
-        x, dim = rows, 0
+        x, repeats, dim = torch.arange(x.shape[0], device=x.device), x, 0
     if dim is None:
         x, dim = torch.flatten(x), 0
     at = normalize_dim(dim, ndim_of(x))
@@ -161,9 +160,9 @@ def pad(x: Sharded, pad: Sequence[int], mode: str = "constant", value: Any = Non
     at_rows = amounts.pop(x._dim, (0, 0))
     if mode == "constant":
         rest = [n for d in range(ndim - 1, -1, -1) for n in amounts.get(d, (0, 0))]
-        out = apply_local(F.pad, x, (rest, mode, value))
-        return _with_constant_rows(out, *at_rows, value or 0) if any(at_rows) else out
-    out = x.clone()
+        wide = apply_local(F.pad, x, (rest, mode, value))
+        return _with_constant_rows(wide, *at_rows, value or 0) if any(at_rows) else wide
+    out: Any = x.clone()
     for dim, (before, after) in amounts.items():
         rows = torch.arange(-before, x.shape[dim] + after, device=x.device)
         rows = _source(rows, x.shape[dim], (before, after), mode)

@@ -52,7 +52,8 @@ def _before(x: Sharded, scanned: Tensor) -> Tensor:
     counts = [min(n, 1) for n in sharding.sizes]
     last = scanned.narrow(dim, max(sharding.own - 1, 0), counts[domain.rank])
     every = domain.all_gather(last.movedim(dim, 0), counts).movedim(0, dim)
-    return every.narrow(dim, 0, sum(counts[: domain.rank]))
+    before: Tensor = every.narrow(dim, 0, sum(counts[: domain.rank]))
+    return before
 
 
 def _extremes(func: Callable[..., Any], result: Callable[..., Any]) -> Rule:
