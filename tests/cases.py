@@ -284,8 +284,6 @@ REFUSED = {  # operations that couple all rows and have no rule
     "sort rows": lambda x, y, w, c, n: x.sort(0).values,
     "topk rows": lambda x, y, w, c, n: x.topk(3, dim=0).values,
     "median": lambda x, y, w, c, n: x.median(),
-    "cross along rows": lambda x, y, w, c, n: torch.linalg.cross(x[:3], y[:3], dim=0),
-    "cross of three rows": lambda x, y, w, c, n: _cross(x[:3, :3], y[:3, :3]),
     "inverse of all": lambda x, y, w, c, n: torch.linalg.inv(x[:6]),
     "set other rows": lambda x, y, w, c, n: _set(x, n > 2, y[n > 3]),
     "set rows to a column": lambda x, y, w, c, n: _set(x, n > 2, y[n > 2][:, 0]),

@@ -108,7 +108,8 @@ def _fit(x: Any, like: Any) -> Any:
 
 def _row_at(x: Any, dim: int, row: int) -> Tensor:
     """One row, replicated, with its dim."""
-    return torch.index_select(x, dim, torch.tensor([row]))
+    one = torch.narrow(x, dim, row, 1)
+    return one.gather() if type(one) is ShardTensor and one._dim == dim else one
 
 
 def _three_points(h1: Any, h2: Any, at: int) -> tuple[Any, Any, Any]:

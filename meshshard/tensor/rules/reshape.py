@@ -79,7 +79,7 @@ def reshaped(x: ShardTensor, wanted: list[int], may_move: bool = True) -> Any:
     if found is None and not may_move:
         raise refuse("view", (x,), None, NOT_A_VIEW)
     if found is None and not wanted:
-        return replicated_row(x).reshape(())
+        return x.gather().reshape(())
     if found is None:
         dim = wanted.index(max(wanted))
         sizes = scaled_sizes(x._sharding, wanted[dim])
@@ -91,11 +91,6 @@ def reshaped(x: ShardTensor, wanted: list[int], may_move: bool = True) -> Any:
         if x._sharding.own == 1 and _share_memory(out, x) and not _is_view(x, local, dim):
             out = out.clone()
         return wrap(out, sharding, dim)
-
-
-def replicated_row(x: ShardTensor) -> Tensor:
-    """The row of a tensor with one row, on every rank; the dim is kept."""
-    return torch.index_select(x, x._dim, torch.zeros(1, dtype=torch.int64))
 
 
 def _is_view(x: ShardTensor, shape: Sequence[int], dim: int) -> bool:

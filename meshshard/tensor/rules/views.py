@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import global_shape, ndim_of
-from meshshard.tensor.rules.reshape import replicated_row, shape_of
+from meshshard.tensor.rules.reshape import shape_of
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -87,7 +87,7 @@ def squeeze(x: ShardTensor, dim: Any = None) -> Any:
     """Remove dims whose global size is one; without the sharded one the tensor is replicated."""
     (removed,), at = _squeezed(x, dim)
     if at < 0:
-        return replicated_row(x).squeeze(removed)
+        return x.gather().squeeze(removed)
     return apply_local(Tensor.squeeze, x, (removed,), dim=at)
 
 
@@ -120,7 +120,7 @@ def expand(x: ShardTensor, *sizes: Any, size: Any = None, **_: Any) -> Any:
     whole = torch.empty(global_shape(x), device="meta").expand(wanted).shape
     at = x._dim + len(wanted) - ndim_of(x)
     if whole[at] != x._sharding.total:
-        return replicated_row(x).expand(whole)
+        return x.gather().expand(whole)
     return apply_local(Tensor.expand, x, ([*wanted[:at], -1, *wanted[at + 1 :]],), dim=at)
 
 
