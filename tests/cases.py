@@ -284,21 +284,17 @@ REFUSED = {  # operations that couple all rows and have no rule
     "sort rows": lambda x, y, w, c, n: x.sort(0).values,
     "topk rows": lambda x, y, w, c, n: x.topk(3, dim=0).values,
     "median": lambda x, y, w, c, n: x.median(),
-    "cross along rows": lambda x, y, w, c, n: torch.linalg.cross(x[:3], y[:3], dim=0),
-    "cross of three rows": lambda x, y, w, c, n: _cross(x[:3, :3], y[:3, :3]),
     "inverse of all": lambda x, y, w, c, n: torch.linalg.inv(x[:6]),
     "set other rows": lambda x, y, w, c, n: _set(x, n > 2, y[n > 3]),
     "set rows to a column": lambda x, y, w, c, n: _set(x, n > 2, y[n > 2][:, 0]),
     "where alone": lambda x, y, w, c, n: torch.where(x[:, 0] > 0),
     "glu rows": lambda x, y, w, c, n: F.glu(x, 0),
-    "prod": lambda x, y, w, c, n: x.prod(),
     "all pairs": lambda x, y, w, c, n: x @ y.T,
     "cdist": lambda x, y, w, c, n: torch.cdist(x, y),
     "scatter_add rows": lambda x, y, w, c, n: torch.zeros_like(x).scatter_add(
         0, n[:, None].expand(-1, 6), y
     ),
     "index_add rows": lambda x, y, w, c, n: x.index_add(0, n, y),
-    "roll rows": lambda x, y, w, c, n: x.roll(2, 0),
     "nn.GRU": lambda x, y, w, c, n: _layer(x, lambda: nn.GRU(6, 6))[0],
     "nn.LSTM along rows": lambda x, y, w, c, n: _layer(
         torch.stack([x, y]), lambda: nn.LSTM(6, 6, batch_first=True)

@@ -34,6 +34,9 @@ NN: Any = torch._C._nn
 """The C++ functions behind `torch.nn.functional`: the same objects (`F.gelu`), or called directly
 instead of those by code that torch.fx or TorchDynamo has generated (`silu`, `pad`)."""
 
+VF: Any = torch._C._VariableFunctions
+"""The C++ functions that `torch.meshgrid` and `torch.atleast_1d` call if they get a list."""
+
 is_left_aligned = torch._nested_tensor_from_mask_left_aligned
 """What `nn.TransformerEncoder` asks about a padding mask before it makes nested tensors."""
 

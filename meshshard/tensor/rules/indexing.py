@@ -17,6 +17,7 @@ from meshshard.tensor.align import (
     ndim_of,
     require_same_sharding,
 )
+from meshshard.tensor.layout import as_layout
 from meshshard.tensor.plain_edges import check_plain_edges
 from meshshard.tensor.row_copy import row_copy
 from meshshard.tensor.rules.table import named
@@ -32,6 +33,7 @@ from meshshard.tensor.shard_tensor import (
 from meshshard.tensor.sharding import Sharding
 
 broadcast_shapes: Any = torch.broadcast_shapes
+broadcast_tensors: Any = torch.broadcast_tensors
 ALL = slice(None)
 GET, SET = "Tensor.__getitem__", "Tensor.__setitem__"
 
@@ -226,11 +228,15 @@ def _masked_rows(x: ShardTensor, mask: Tensor) -> ShardTensor:
 
 
 def masked_select(x: Any, mask: Any) -> ShardTensor:
-    """Elements where a mask is true, in one sharded dim; the sharded dim must be the first."""
+    """Elements where a mask is true, in one sharded dim.
+
+    Communication: one gather of objects; that of torch.flatten unless the first dim is sharded.
+    """
     broadcast_shapes(x.shape, mask.shape)  # raises identically on every rank
     given, first, back = align_broadcast(torch.masked_select, (x, mask))
     if back != max(ndim_of(x), ndim_of(mask)):
-        raise refuse(torch.masked_select, (x, mask), None, "the sharded dim must be the first")
+        x, mask = map(torch.flatten, broadcast_tensors(x, mask))
+        return masked_select(x, as_layout(mask, x))  # type: ignore[arg-type]
     with native():
         local = torch.masked_select(*given)
     domain = first._sharding.domain

@@ -157,7 +157,7 @@ def _labeled(func: Callable[..., Any], left: str, right: str, out: str) -> Rule:
     return _rule
 
 
-def _added(product: Callable[..., Any]) -> Rule:
+def added(product: Callable[..., Any]) -> Rule:
     """The rule of addmm, addmv and baddbmm: beta * x + alpha * product(a, b).
 
     With beta = 0 the values of x are ignored, NaN included.
@@ -185,6 +185,14 @@ def outer(a: Tensor, b: Tensor) -> Any:
 _pointwise_cross = pointwise(torch.linalg.cross)
 
 
+def _cross_of_rows(a: Tensor, b: Tensor, dim: int) -> Any:
+    """The cross product of vectors along the sharded dim: components move between ranks."""
+    if a.shape[dim] != 3 or b.shape[dim] != 3:
+        raise RuntimeError(f"linalg.cross: inputs dimension {dim} must have length 3")
+    (a1, a2), (b1, b2) = ([torch.roll(x, -n, dim) for n in (1, 2)] for x in (a, b))
+    return a1 * b2 - a2 * b1
+
+
 def _cross(func: Callable[..., Any]) -> Rule:
     """The rule of cross products. `torch.cross` without a dim uses the first dim of size 3."""
 
@@ -193,7 +201,7 @@ def _cross(func: Callable[..., Any]) -> Rule:
         dim = a.shape.index(3) if use_first_of_size_3 else -1 if dim is None else dim
         back = a.ndim - dim if dim >= 0 else -dim
         if any(ndim_of(x) - x._dim == back for x in (a, b) if type(x) is ShardTensor):
-            raise refuse(func, (a, b), None, "the vector components are along the sharded dim")
+            return _cross_of_rows(a, b, -back)
         return _pointwise_cross(a, b, dim=-back)
 
     return _rule
@@ -219,7 +227,7 @@ RULES: dict[Any, Rule] = {
         "dot": _labeled(torch.dot, "k", "k", ""),
         "vdot": _labeled(torch.vdot, "k", "k", ""),
         "outer ger": outer,
-        "addmm": _added(torch.mm), "addmv": _added(torch.mv), "baddbmm": _added(torch.bmm),
+        "addmm": added(torch.mm), "addmv": added(torch.mv), "baddbmm": added(torch.bmm),
         "linear": linear, "bilinear": bilinear, "einsum": einsum,
     }),
     **{f: _cross(f) for f in functions_named("cross")},

@@ -1,12 +1,13 @@
 """Rules of random functions: a draw does not depend on the number of ranks or the partition.
 
 The default generator gives one seed for each draw, identically on every rank, so replicated draws
-stay equal; numbers are hashes of (seed, row in the source, position in the row).
+stay equal; numbers are hashes of the seed and the number of the element in the source.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,23 +15,27 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import global_shape, local_shape
+from meshshard.tensor.align import local_shape, ndim_of
 from meshshard.tensor.keyed_random import hash_uniform
 from meshshard.tensor.rules.autograd import requires_grad_
 from meshshard.tensor.rules.table import rowwise
 from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, refuse, wrap
 
 
-def _uniform(x: Sharded) -> Tensor:
-    """Uniform numbers in [0, 1), float64, of the local shape of `x`."""
+def uniform_numbers(x: Sharded) -> Tensor:
+    """Uniform numbers in [0, 1), float64, of the local shape of `x`.
+
+    An element's number is that in the whole tensor, with rows as in the source: the numbers do not
+    depend on which dim is sharded either.
+    """
     seed = x._sharding.domain.shared_seed()
     with native():
-        shape, sharding = x.shape, x._sharding
-        rows = sharding.sources(x.device)
-        one_row = [n if d != x._dim else 1 for d, n in enumerate(shape)]
-        positions = torch.arange(math.prod(one_row), device=x.device).reshape(one_row)
-        along_rows = [-1 if d == x._dim else 1 for d in range(len(shape))]
-        return hash_uniform(seed, rows.view(along_rows), positions)
+        shape, dim, sharding = x.shape, x._dim, x._sharding
+        batch = torch.arange(math.prod(shape[:dim]), device=x.device) * sharding.total
+        inner = math.prod(shape[dim + 1 :])
+        rows = (batch[:, None] + sharding.sources(x.device)) * inner
+        ids = rows[..., None] + torch.arange(inner, device=x.device)
+        return hash_uniform(seed, ids).reshape(shape)
 
 
 def dropout(x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -39,7 +44,7 @@ def dropout(x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = F
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
         return x
-    keep = _uniform(x) >= p
+    keep = uniform_numbers(x) >= p
     with native():
         factor = keep.to(x.dtype) / (1 - p) if p < 1 else torch.zeros_like(x)
         out = x.mul_(factor) if inplace else x * factor
@@ -53,89 +58,99 @@ def native_dropout(x: Sharded, p: float = 0.5, train: bool = True) -> Any:
 
 def rand_like(x: Sharded, **kwargs: Any) -> ShardTensor:
     """Uniform numbers in [0, 1)."""
-    _default_only(torch.rand_like, x, kwargs)
+    default_only(torch.rand_like, x, kwargs)
     with native():
-        draw = _uniform(x).to(kwargs.get("dtype") or x.dtype)
-    return _made(draw, x, kwargs)
+        draw = uniform_numbers(x).to(kwargs.get("dtype") or x.dtype)
+    return made(draw, x, kwargs)
 
 
 def randn_like(x: Sharded, **kwargs: Any) -> ShardTensor:
     """Normal numbers, by the inverse of the cumulative distribution."""
-    _default_only(torch.randn_like, x, kwargs)
+    default_only(torch.randn_like, x, kwargs)
     with native():
-        draw = _normal(x).to(kwargs.get("dtype") or x.dtype)
-    return _made(draw, x, kwargs)
+        draw = normal_numbers(x).to(kwargs.get("dtype") or x.dtype)
+    return made(draw, x, kwargs)
 
 
 def bernoulli(x: Sharded, p: Any = None, **kwargs: Any) -> ShardTensor:
     """Zeros and ones, with the probabilities x, or p."""
-    _default_only(torch.bernoulli, x, kwargs)
+    default_only(torch.bernoulli, x, kwargs)
     with native():
-        draw = (_uniform(x) < (x if p is None else p)).to(x.dtype)
+        draw = (uniform_numbers(x) < (x if p is None else p)).to(x.dtype)
     return wrap(draw, x._sharding, x._dim)
 
 
-def uniform_(x: Sharded, low: float = 0.0, to: float = 1.0, **kwargs: Any) -> ShardTensor:
-    """Fill with uniform numbers."""
-    _default_only(torch.Tensor.uniform_, x, kwargs)
-    low = kwargs.get("from", low)
-    with native(), torch.no_grad():
-        x.copy_(_uniform(x) * (to - low) + low)
-    return x  # type: ignore[no-any-return]
-
-
-def normal_(x: Sharded, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> ShardTensor:
-    """Fill with normal numbers."""
-    _default_only(torch.Tensor.normal_, x, kwargs)
-    with native(), torch.no_grad():
-        x.copy_(_normal(x) * std + mean)
-    return x  # type: ignore[no-any-return]
-
-
-def _default_only(func: Any, x: Sharded, kwargs: dict[str, Any]) -> None:
+def default_only(func: Any, x: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a generator: its numbers would depend on the partition."""
     if kwargs.get("generator") is not None:
         why = "its numbers depend on torch.manual_seed and the rows; omit the generator"
         raise refuse(func, (x,), None, why)
 
 
-def _normal(x: Sharded) -> Tensor:
-    draw: Tensor = torch.special.ndtri((_uniform(x) + 2.0**-54).clamp(max=1 - 2.0**-53))
+def normal_numbers(x: Sharded) -> Tensor:
+    """Normal numbers, float64, of the local shape of `x`."""
+    draw: Tensor = torch.special.ndtri((uniform_numbers(x) + 2.0**-54).clamp(max=1 - 2.0**-53))
     return draw
 
 
-def _made(draw: Tensor, x: Sharded, kwargs: dict[str, Any]) -> ShardTensor:
+def made(draw: Tensor, x: Sharded, kwargs: dict[str, Any]) -> ShardTensor:
+    """Drawn numbers, sharded as `x`; a leaf if the options ask for a gradient."""
     out = wrap(draw, x._sharding, x._dim)
     return requires_grad_(out) if kwargs.get("requires_grad") else out
 
 
-def feature_dropout(
-    x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Any:
-    """F.dropout1d to 3d, which drop whole channels of a sample; the rows must be samples."""
-    if x._dim != 0:
-        why = f"samples are along dim 0, but the sharded dim is {x._dim}"
-        raise refuse("feature dropout", (x,), None, why)
-    with native():
-        channels = x.flatten(2)[..., :1].detach() if x.ndim > 2 else x.detach()
-    mask = dropout(torch.ones_like(wrap(channels.clone(), x._sharding, 0)), p, training)
-    with native():
-        shape = local_shape(x)[:2] + (1,) * (len(global_shape(x)) - 2)
-        scale = mask.view(shape)
-        return x.mul_(scale) if inplace else wrap(x * scale, x._sharding, 0)
+def replicated_numbers(x: Sharded, shape: Sequence[int]) -> Tensor:
+    """Uniform numbers in [0, 1), float64, the same on all ranks of a tensor."""
+    seed = x._sharding.domain.shared_seed()
+    ids = torch.arange(math.prod(shape), device=x.device).reshape(tuple(shape))
+    return hash_uniform(seed, ids)
+
+
+def channel_numbers(x: Sharded, dims: int = 2) -> Tensor:
+    """Uniform numbers, one for each index of the first dims, of the local shape or 1."""
+    if ndim_of(x) < dims:
+        raise RuntimeError(f"Feature dropout requires at least {dims} dims, got {tuple(x.shape)}")
+    shape = local_shape(x)[:dims]
+    if x._dim >= dims:
+        numbers = replicated_numbers(x, shape)
+    else:
+        with native():
+            like = x.detach().new_empty(shape)
+        numbers = uniform_numbers(wrap(like, x._sharding, x._dim))
+    return numbers.reshape(*shape, *[1] * (ndim_of(x) - dims))
+
+
+def _feature_dropout(unbatched: int = 0) -> Rule:
+    """The rule of F.dropout1d to 3d, which drop whole channels of a sample.
+
+    Args:
+        unbatched: number of dims of an input without samples, whose channels are its first dim.
+    """
+
+    def _rule(x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if not training or p == 0:
+            return x
+        keep = channel_numbers(x, 1 if ndim_of(x) == unbatched else 2) >= p
+        with native():
+            factor = keep.to(x.dtype) / (1 - p) if p < 1 else keep.to(x.dtype) * 0
+            return x.mul_(factor) if inplace else wrap(x * factor, x._sharding, x._dim)
+
+    return _rule
 
 
 RULES: dict[Any, Rule] = {
     F.dropout: dropout,
     torch.dropout: native_dropout,
-    F.dropout1d: feature_dropout,
-    F.dropout2d: feature_dropout,
-    F.dropout3d: feature_dropout,
+    F.dropout1d: _feature_dropout(2),
+    F.dropout2d: _feature_dropout(),
+    F.dropout3d: _feature_dropout(4),
+    torch.feature_dropout: _feature_dropout(),
     torch.rand_like: rand_like,
     torch.randn_like: randn_like,
     torch.bernoulli: bernoulli,
     torch.Tensor.bernoulli: bernoulli,
-    torch.Tensor.uniform_: uniform_,
-    torch.Tensor.normal_: normal_,
     **{
         f: rowwise(f)
         for f in (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)

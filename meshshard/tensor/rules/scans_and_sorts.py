@@ -1,37 +1,23 @@
-"""Rules of scans, sorts and other functions along one dim."""
+"""Rules of sorts and other functions along one dim."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import align_broadcast, ndim_of
-from meshshard.tensor.rules.table import functions_named, named
-from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, normalize_dim, refuse, wrap
-
-
-def cumsum(x: Sharded, dim: int, *, dtype: Any = None) -> ShardTensor:
-    """torch.cumsum; along the sharded dim the totals of earlier ranks are added."""
-    dim = normalize_dim(dim, ndim_of(x))
-    with native():
-        local = torch.cumsum(x, dim, dtype=dtype)
-        if dim == x._dim:
-            domain = x._sharding.domain
-            sums = x.sum(dim, keepdim=True, dtype=local.dtype)
-            before = domain.all_gather(sums[None], [1] * domain.size)[: domain.rank]
-            local = local + before.sum(0)
-    return wrap(local, x._sharding, x._dim)
+from meshshard.tensor.align import ndim_of
+from meshshard.tensor.rules.table import functions_named
+from meshshard.tensor.shard_tensor import Rule, Sharded, normalize_dim, refuse, wrap
 
 
 def _along(func: Callable[..., Any]) -> Rule:
     """The rule of a function along one dim, which must not be the sharded one."""
-    at = 1 if func.__name__ in ("topk", "kthvalue", "diff") else 0
-    of_all = func.__name__ in ("median", "nanmedian", "prod")
+    at = 1 if func.__name__ in ("topk", "kthvalue") else 0
+    of_all = func.__name__ in ("median", "nanmedian")
 
     def _rule(x: Sharded, *args: Any, **kwargs: Any) -> Any:
         dim = kwargs.get("dim", args[at] if len(args) > at else None)
@@ -42,9 +28,6 @@ def _along(func: Callable[..., Any]) -> Rule:
         dim = normalize_dim(dim, ndim)
         if dim == x._dim:
             raise refuse(func, (x,), kwargs, "along the sharded dim it couples all rows")
-        if func.__name__ == "diff":
-            args = tuple(_owned_ends(x, a) for a in args)
-            kwargs = {n: _owned_ends(x, a) for n, a in kwargs.items()}
         with native():
             out = func(x, *args, **kwargs)
             many = not isinstance(out, Tensor)
@@ -57,21 +40,8 @@ def _along(func: Callable[..., Any]) -> Rule:
     return _rule
 
 
-def _owned_ends(x: ShardTensor, value: Any) -> Any:
-    """Owned rows of what diff prepends or appends."""
-    if not isinstance(value, Tensor):
-        return value
-    (_, owned), _, _ = align_broadcast(torch.diff, (x, value))
-    if ndim_of(value) != ndim_of(x) or value.shape[x._dim] != x._sharding.total:
-        raise refuse(torch.diff, (x, value), None, "prepend and append must have all rows")
-    return owned
-
-
-ALONG = """
-sort argsort topk kthvalue median nanmedian mode cummax cummin cumprod logcumsumexp prod diff
-"""
+ALONG = "sort argsort topk kthvalue median nanmedian mode"
 RULES: dict[Any, Rule] = {
     **{f: _along(f) for f in functions_named(ALONG)},
     F.glu: _along(F.glu),
-    **named({"cumsum": cumsum}),
 }

@@ -10,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.tensor._torch_private import NN, native
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, name_of, wrap
+from meshshard.tensor.layout import as_layout
+from meshshard.tensor.shard_tensor import Rule, ShardTensor, name_of, refuse, wrap
 
 HOMES = (torch, Tensor, F, torch.functional, torch.linalg, torch.special, NN)
 
@@ -39,6 +40,27 @@ def rowwise(func: Callable[..., Any]) -> Rule:
         if type(x) is not ShardTensor or not isinstance(out, Tensor) or out is x:
             return out
         return wrap(out, x._sharding, x._dim)
+
+    return _rule
+
+
+def in_place(rule: Rule) -> Rule:
+    """The rule of a function that changes its first argument, from that of the one that returns.
+
+    The result must have the shape of the argument; it is redistributed where its sharding differs.
+    """
+
+    def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(x) is not ShardTensor:
+            why = "a plain tensor cannot be changed in place by a sharded one"
+            raise refuse("an in-place function", (x, *args), kwargs, why)
+        out = rule(x.clone(), *args, **kwargs)
+        if out.shape != x.shape:
+            raise RuntimeError(f"output with shape {out.shape} doesn't match shape {x.shape}")
+        out = as_layout(out, x)
+        with native():
+            x.copy_(out)
+        return x
 
     return _rule
 
