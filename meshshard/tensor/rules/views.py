@@ -408,12 +408,14 @@ def pad(x: ShardTensor, pad: Sequence[int], mode: str = "constant", value: Any =
 
 
 def _triangle(func: Callable[..., Any]) -> Rule:
-    """The rule of tril and triu of matrices, batched along the sharded dim."""
+    """The rule of tril and triu; the diagonal of owned rows or columns is shifted."""
 
     def _rule(x: ShardTensor, diagonal: int = 0) -> Any:
-        if x._dim >= ndim_of(x) - 2:
-            raise refuse(func, (x,), None, "the matrix itself is sharded")
-        return apply_local(func, x, (diagonal,))
+        back = ndim_of(x) - x._dim
+        shift = {1: -x._sharding.first, 2: x._sharding.first}.get(back, 0)
+        with native():
+            out = func(x, diagonal + shift)
+        return x if out is x else wrap(out, x._sharding, x._dim)
 
     return _rule
 
@@ -435,5 +437,5 @@ RULES: dict[Any, Rule] = {
     **{f: _along_other_dims(f) for f in functions_named("flip")},
     **{f: _along_other_dims(f, 2) for f in functions_named("roll")},
     **{f: _along_other_dims(f, 2, "dim") for f in functions_named("repeat_interleave")},
-    **{f: _triangle(f) for f in functions_named("tril triu")},
+    **{f: _triangle(f) for f in functions_named("tril triu tril_ triu_")},
 }  # fmt: skip
