@@ -249,33 +249,6 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
     return rearranged(flat, like.shape, like._dim, like._sharding)
 
 
-def _pixels(inverse: bool) -> Rule:
-    """The rule of pixel_shuffle or pixel_unshuffle: one reshape, one permutation, one reshape."""
-    func = F.pixel_unshuffle if inverse else F.pixel_shuffle
-
-    def _rule(x: Sharded, *args: int, **kwargs: int) -> Any:
-        (factor,) = (*args, *kwargs.values())
-        shape = func(torch.empty(x.shape, device="meta"), factor).shape  # raises as in torch
-        *batch, c, h, w = x.shape
-        n, r = len(batch), factor
-        if inverse:
-            x = x.reshape(*batch, c, h // r, r, w // r, r)
-            order = (n, n + 2, n + 4, n + 1, n + 3)
-        else:
-            x = x.reshape(*batch, c // r**2, r, r, h, w)
-            order = (n, n + 3, n + 1, n + 4, n + 2)
-        return x.permute(*range(n), *order).reshape(shape)
-
-    return _rule
-
-
-def channel_shuffle(x: Sharded, groups: int) -> Any:
-    """F.channel_shuffle."""
-    F.channel_shuffle(torch.empty(x.shape, device="meta"), groups)  # raises as in torch
-    split = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
-    return split.transpose(1, 2).reshape(x.shape)
-
-
 def new_empty_strided(x: Sharded, size: Any, stride: Any, **options: Any) -> Any:
     """Tensor.new_empty_strided; sharded where new_empty is."""
     out = x.new_empty(size, **options)
@@ -320,9 +293,6 @@ RULES: dict[Any, Rule] = {
             "flipud": lambda x: torch.flip(x, (0,)),
             "rot90": rot90,
             "sum_to_size": sum_to_size,
-            "pixel_shuffle": _pixels(False),
-            "pixel_unshuffle": _pixels(True),
-            "channel_shuffle native_channel_shuffle": channel_shuffle,
             "new_empty_strided": new_empty_strided,
         }
     ),

@@ -11,44 +11,92 @@ from torch import Tensor
 from meshshard.comm.linear import Window, apply
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import ndim_of, require_whole_domain
+from meshshard.tensor.rules.batched import batched
 from meshshard.tensor.rules.table import functions_named
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, wrap
+from meshshard.tensor.shard_tensor import (
+    Rule,
+    ShardTensor,
+    apply_local,
+    refuse,
+    sharded_in,
+    wrap,
+)
 from meshshard.tensor.sharding import Sharding
 
 
 def _conv(func: Callable[..., Any], n: int) -> Rule:
-    """The rule of ConvNd on (batch, channels, *grid), sharded by batch or along a grid dim."""
+    """The rule of ConvNd on (batch, channels, *grid), sharded along any dim or with its weights."""
+    off_grid = _off_grid(func, n, "Oc")
 
     def _rule(
-        x: Any, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0,
+        x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
         dilation: Any = 1, groups: int = 1,
     ) -> Any:  # fmt: skip
-        if type(x) is not ShardTensor or type(weight) is ShardTensor or ndim_of(x) != n + 2:
-            why = "expected a sharded input (batch, channels, *grid) and plain weights"
-            raise refuse(func, (x, weight), None, why)
-        if x._dim == 0:
-            return apply_local(func, x, (weight, bias, stride, padding, dilation, groups))
-        require_whole_domain(func, (x,), x._sharding.domain)
-        stride, dilation = _each(stride, n), _each(dilation, n)
-        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        if padding == "same":
-            x, padding = _pad_end(x, reach, stride), [r // 2 for r in reach]
-        padding = [0] * n if padding == "valid" else _each(padding, n)
-        at = x._dim - 2
-        if x._dim >= 2 and padding[at] == 0 and stride[at] == reach[at] + 1 > 1:
-            return _patches(x, stride[at], lambda y: func(
-                y, weight, bias, stride, padding, dilation, groups))  # fmt: skip
-        if x._dim < 2 or stride[at] != 1 or 2 * padding[at] != reach[at]:
-            why = "along the sharded dim, expected stride 1 and padding that keeps its size"
-            raise refuse(func, (x, weight), None, why)
-        wide = _with_halo(x, padding[at])
-        padding[at] = 0
-        with native():
-            out = func(wide, weight, bias, stride, padding, dilation, groups)
-            out = out.narrow(x._dim, 0, x._sharding.own)
-        return wrap(out, x._sharding, x._dim)
+        given = (weight, bias, stride, padding, dilation, groups)
+        plain = type(x) is not ShardTensor or bool(sharded_in((weight, bias)))
+        if plain or x._dim < ndim_of(x) - n:
+            return off_grid(x, *given)
+        if ndim_of(x) == n + 1:
+            return _along_grid(func, n, x.unsqueeze(0), *given).squeeze(0)
+        return _along_grid(func, n, x, *given)
 
     return _rule
+
+
+def _off_grid(func: Callable[..., Any], n: int, channels: str) -> Rule:
+    """The rule of a convolution whose batch or channels are sharded, of inputs or of results.
+
+    Args:
+        func: the convolution or its transpose.
+        n: number of dims of the grid.
+        channels: letters of the first two dims of the weight.
+
+    Communication: one all-reduce of the result if the channels of the input are sharded.
+    """
+    grid, kernel = "xyz"[:n], "ijk"[:n]
+    text = f"input c{grid}, weight {channels}{kernel}, bias O -> O{grid}"
+    one_group = batched(func, f"{text} sum c", pad=True)
+    many_groups = batched(func, text.replace("O", "o"), pad=True)
+    at = channels.index("c")
+
+    def _rule(x: Any, weight: Any, bias: Any = None, *options: Any, **kwargs: Any) -> Any:
+        groups = kwargs.get("groups", options[3] if len(options) > 3 else 1)
+        if groups != 1:
+            return many_groups(x, weight, bias, *options, **kwargs)
+        adds = any(
+            type(t) is ShardTensor and t._dim == d
+            for t, d in ((x, ndim_of(x) - n - 1), (weight, at))
+        )
+        if bias is None or not adds:
+            return one_group(x, weight, bias, *options, **kwargs)
+        return one_group(x, weight, None, *options, **kwargs) + bias.view(-1, *[1] * n)
+
+    return _rule
+
+
+def _along_grid(
+    func: Callable[..., Any], n: int, x: ShardTensor, weight: Tensor, bias: Any, stride: Any,
+    padding: Any, dilation: Any, groups: int,
+) -> Any:  # fmt: skip
+    """A convolution along the sharded dim of the grid, with a halo or of patches."""
+    require_whole_domain(func, (x,), x._sharding.domain)
+    stride, dilation = _each(stride, n), _each(dilation, n)
+    reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    if padding == "same":
+        x, padding = _pad_end(x, reach, stride), [r // 2 for r in reach]
+    padding = [0] * n if padding == "valid" else _each(padding, n)
+    at = x._dim - 2
+    if padding[at] == 0 and stride[at] == reach[at] + 1 > 1:
+        return _patches(x, stride[at], lambda y: func(
+            y, weight, bias, stride, padding, dilation, groups))  # fmt: skip
+    if stride[at] != 1 or 2 * padding[at] != reach[at]:
+        why = "along the sharded dim, expected stride 1 and padding that keeps its size"
+        raise refuse(func, (x, weight), None, why)
+    wide = _with_halo(x, padding[at])
+    padding[at] = 0
+    with native():
+        out = func(wide, weight, bias, stride, padding, dilation, groups)
+        return wrap(out.narrow(x._dim, 0, x._sharding.own), x._sharding, x._dim)
 
 
 def _pad_end(x: ShardTensor, reach: list[int], stride: list[int]) -> ShardTensor:
@@ -97,4 +145,7 @@ def _each(value: Any, n: int) -> list[int]:
     return [value] * n if isinstance(value, int) else list(value)
 
 
-RULES: dict[Any, Rule] = {f: _conv(f, n) for n in (1, 2, 3) for f in functions_named(f"conv{n}d")}
+RULES: dict[Any, Rule] = {
+    **{f: _conv(f, n) for n in (1, 2, 3) for f in functions_named(f"conv{n}d")},
+    **{f: _off_grid(f, n, "cO") for n in (1, 2, 3) for f in functions_named(f"conv_transpose{n}d")},
+}

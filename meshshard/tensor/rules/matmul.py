@@ -11,9 +11,10 @@ from torch import Tensor
 
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import narrow_to_owned, ndim_of, require_same_sharding
+from meshshard.tensor.rules.batched import batched
 from meshshard.tensor.rules.pointwise import pointwise
 from meshshard.tensor.rules.table import functions_named, named
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, wrap
+from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, sharded_in, wrap
 
 ALL_PAIRS = (
     "it multiplies all pairs of rows: use F.scaled_dot_product_attention if a softmax follows"
@@ -72,21 +73,23 @@ def rmatmul(b: Tensor, a: Tensor) -> Any:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """F.linear; if the features are sharded, partial products are all-reduced before the bias."""
     ndim = ndim_of(x)
-    if type(x) is ShardTensor and type(weight) is not ShardTensor and x._dim < ndim - 1:
+    if not sharded_in((x, weight)):
+        return F.linear(x, weight) + bias
+    if len(sharded_in((x, weight, bias))) == 1 and type(x) is ShardTensor and x._dim < ndim - 1:
         return apply_local(F.linear, x, (weight, bias))
     rows = LETTERS[: ndim - 1]
     out = _contract(F.linear, (x, weight), (rows + "k", "nk"), rows + "n", F.linear)
     return out if bias is None else out + bias
 
 
-def bilinear(x: Any, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """F.bilinear, row-wise."""
-    first = require_same_sharding(F.bilinear, (x, y, weight))
-    both = type(x) is ShardTensor and type(y) is ShardTensor and type(weight) is not ShardTensor
-    if not both or first._dim == ndim_of(first) - 1:
-        why = "both inputs must be sharded, along a dim other than the last"
-        raise refuse(F.bilinear, (x, y, weight), None, why)
-    return apply_local(F.bilinear, x, (y, weight, bias))
+_bilinear = batched(F.bilinear, "input1 k, input2 m, weight Okm -> O sum km", pad=True)
+
+
+def bilinear(x: Any, y: Any, weight: Any, bias: Any = None) -> Any:
+    """F.bilinear; as in linear, partial products are all-reduced before the bias."""
+    found = sharded_in((x, y, weight))
+    out = _bilinear(x, y, weight) if found else F.bilinear(x, y, weight)
+    return out if bias is None else out + bias
 
 
 def einsum(*args: Any) -> Any:
@@ -207,17 +210,6 @@ def _cross(func: Callable[..., Any]) -> Rule:
     return _rule
 
 
-def _of_matrices(func: Callable[..., Any]) -> Rule:
-    """The rule of a function of matrices, batched along the sharded dim."""
-
-    def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if x._dim >= ndim_of(x) - 2:
-            raise refuse(func, (x,), kwargs, "the matrix itself is sharded")
-        return apply_local(func, x, args, kwargs)
-
-    return _rule
-
-
 RULES: dict[Any, Rule] = {
     **named({
         "matmul __matmul__": matmul, "__rmatmul__": rmatmul,
@@ -231,5 +223,4 @@ RULES: dict[Any, Rule] = {
         "linear": linear, "bilinear": bilinear, "einsum": einsum,
     }),
     **{f: _cross(f) for f in functions_named("cross")},
-    **{f: _of_matrices(f) for f in functions_named("det inv inverse pinv eigvalsh svdvals")},
 }  # fmt: skip

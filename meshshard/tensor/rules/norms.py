@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from inspect import signature
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from meshshard.tensor.align import global_shape, ndim_of
+from meshshard.tensor.align import ndim_of
 from meshshard.tensor.rules.table import named
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -33,6 +34,8 @@ def layer_norm(
     """LayerNorm: row-wise, unless the sharded dim is normalized over."""
     _check_weights(F.layer_norm, x, normalized_shape, (weight, bias))
     dims = _last(x, len(normalized_shape))
+    if type(x) is not ShardTensor:
+        return _scaled(F.layer_norm(x, normalized_shape, eps=eps), weight, bias)
     if x._dim not in dims:
         return apply_local(F.layer_norm, x, (normalized_shape, weight, bias, eps))
     return _scaled(_standardized(x, dims, eps), weight, bias)
@@ -44,6 +47,8 @@ def rms_norm(
     """RMSNorm: as LayerNorm, without the mean."""
     _check_weights(F.rms_norm, x, normalized_shape, (weight,))
     dims = _last(x, len(normalized_shape))
+    if type(x) is not ShardTensor:
+        return _scaled(F.rms_norm(x, normalized_shape, eps=eps), weight, None)
     if x._dim not in dims:
         return apply_local(F.rms_norm, x, (normalized_shape, weight, eps))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
@@ -54,11 +59,12 @@ def _check_weights(func: Any, x: Any, shape: Sequence[int], weights: tuple[Any, 
     """Check shapes and shardings, with the same result on every rank.
 
     Raises:
-        NoShardRule: only weights are sharded, or weights of plain features are.
+        NoShardRule: weights are sharded, but the features are not.
         RuntimeError: a shape does not fit, as in torch.
     """
     given = [w for w in weights if w is not None]
-    if type(x) is not ShardTensor or (sharded_in(given) and x._dim not in _last(x, len(shape))):
+    rows = type(x) is ShardTensor and x._dim not in _last(x, len(shape))
+    if rows and sharded_in(given):
         raise refuse(func, (x, *given), None, "expected sharded rows and plain weights")
     wanted = tuple(shape)
     if any(tuple(s) != wanted for s in (x.shape[-len(wanted) :], *(w.shape for w in given))):
@@ -71,39 +77,53 @@ def batch_norm(*args: Any, **kwargs: Any) -> Any:
     given = _bound(F.batch_norm, args, kwargs)
     x, running_mean, running_var = given.input, given.running_mean, given.running_var
     ndim = ndim_of(x)
-    if x._dim == 1:
-        raise refuse(F.batch_norm, (x,), None, "the channels are sharded")
     dims = tuple(d for d in range(ndim) if d != 1)
     dtype, x = x.dtype, _wide(x)
     columns = _column_shape(ndim)
     if given.training or running_mean is None:
-        n = global_shape(x).numel() // max(global_shape(x)[1], 1)
+        n = math.prod(x.shape[d] for d in dims)
         if n < 2:
-            raise ValueError(
-                f"Expected more than 1 value per channel, got {tuple(global_shape(x))}"
-            )
+            raise ValueError(f"Expected more than 1 value per channel, got {tuple(x.shape)}")
         mean = x.mean(dims)
         centered = x - mean.view(columns)
         var = (centered * centered).mean(dims)
         if running_mean is not None:
-            with torch.no_grad():
-                running_mean.lerp_(mean.to(running_mean.dtype), given.momentum)
-                running_var.lerp_((var * (n / (n - 1))).to(running_var.dtype), given.momentum)
+            _update(running_mean, mean, given.momentum)
+            _update(running_var, var * (n / (n - 1)), given.momentum)
     else:
         var, centered = running_var, x - running_mean.view(columns)
     out = centered * torch.rsqrt(var + given.eps).view(columns)
     return _scaled(out, _shaped(given.weight, columns), _shaped(given.bias, columns)).to(dtype)
 
 
+def _update(running: Any, new: Any, momentum: float) -> None:
+    """Move a running statistic of the channels; a plain one needs those of all ranks.
+
+    Communication: one all-to-all of a number for each channel if the channels are sharded.
+    """
+    with torch.no_grad():
+        if type(running) is not ShardTensor and type(new) is ShardTensor:
+            new = new.gather()
+        running.lerp_(new.to(running.dtype), momentum)
+
+
 def instance_norm(*args: Any, **kwargs: Any) -> Any:
     """InstanceNorm: statistics of each sample and channel over the points of all ranks."""
     given = _bound(F.instance_norm, args, kwargs)
     x = given.input
-    if x._dim == 1 or given.running_mean is not None:
-        why = "the channels are sharded" if x._dim == 1 else "it has running statistics"
-        raise refuse(F.instance_norm, (x,), None, why)
+    if not given.use_input_stats:
+        statistics = (given.running_mean, given.running_var)
+        return batch_norm(x, *statistics, given.weight, given.bias, False, 0.0, given.eps)
+    dims = tuple(range(2, ndim_of(x)))
+    if math.prod(x.shape[2:]) < 2:
+        raise ValueError(f"Expected more than 1 spatial element, got input size {tuple(x.shape)}")
+    if given.running_mean is not None:
+        with torch.no_grad():
+            wide = _wide(x.detach())
+            _update(given.running_mean, wide.mean(dims).mean(0), given.momentum)
+            _update(given.running_var, wide.var(dims).mean(0), given.momentum)
     columns = _column_shape(ndim_of(x))
-    out = _standardized(x, tuple(range(2, ndim_of(x))), given.eps)
+    out = _standardized(x, dims, given.eps)
     return _scaled(out, _shaped(given.weight, columns), _shaped(given.bias, columns))
 
 
@@ -111,9 +131,7 @@ def group_norm(
     x: Sharded, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
     """GroupNorm: statistics of each sample and group over the points of all ranks."""
-    if x._dim == 1:
-        raise refuse(F.group_norm, (x,), None, "the channels are sharded")
-    shape = global_shape(x)
+    shape = x.shape
     grouped = x.reshape(shape[0], num_groups, shape[1] // num_groups, *shape[2:])
     dims = tuple(range(2, ndim_of(grouped)))
     out = _standardized(grouped, dims, eps).reshape(shape)

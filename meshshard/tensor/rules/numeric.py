@@ -207,20 +207,6 @@ def corrcoef(x: Sharded) -> Any:
     return torch.complex(c.real.clip(-1, 1), c.imag.clip(-1, 1))
 
 
-def vander(x: Sharded, N: int | None = None) -> Any:  # noqa: N803
-    """torch.linalg.vander: ones, and products of copies of the tensor."""
-    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.int64)
-    x = x.unsqueeze(-1)
-    n = x.shape[-2] if N is None else N
-    return torch.cat([torch.ones_like(x), x.expand(*x.shape[:-1], n - 1).cumprod(-1)], -1)
-
-
-def flipped_vander(x: Sharded, N: int | None = None, increasing: bool = False) -> Any:  # noqa: N803
-    """torch.vander."""
-    out = vander(x, N)
-    return out if increasing else out.flip(-1)
-
-
 # -------------------------------------------------------------------------------------- comparisons
 def equal(a: Any, b: Any) -> bool:
     """torch.equal: the same bool on every rank."""
@@ -285,8 +271,5 @@ RULES: dict[Any, Rule] = {
         "cdouble": _to(torch.complex128), "cfloat": _to(torch.complex64),
         "chalf": _to(torch.complex32),
     }),
-    torch.linalg.vander: vander,
-    torch.vander: flipped_vander,
-    torch.linalg.multi_dot: lambda tensors: functools.reduce(torch.matmul, tensors),
     **{f: in_place(getattr(torch, f.__name__[:-1])) for f in functions_named(ADDED)},
 }  # fmt: skip

@@ -287,10 +287,12 @@ def norm(
     x: Sharded, p: Any = "fro", dim: Dims = None, keepdim: bool = False, *args: Any,
     dtype: Any = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """torch.norm and Tensor.norm: Frobenius and vector norms."""
-    if p == "nuc" or kwargs.get("out") is not None:
-        why = "the nuclear norm couples all rows" if p == "nuc" else "out= is not supported"
-        raise refuse(torch.norm, (x,), None, why)
+    """torch.norm and Tensor.norm: Frobenius, nuclear and vector norms."""
+    if kwargs.get("out") is not None:
+        raise refuse(torch.norm, (x,), None, "out= is not supported")
+    if p == "nuc":
+        dims = (0, 1) if dim is None else dim
+        return torch.linalg.matrix_norm(x, "nuc", dims, keepdim, dtype=dtype)
     return vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
 

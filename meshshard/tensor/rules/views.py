@@ -227,8 +227,9 @@ RULES: dict[Any, Rule] = {
     Tensor.unsqueeze_: _in_place(Tensor.unsqueeze_, _unsqueezed),
     **named({
         "squeeze": squeeze, "unsqueeze": unsqueeze,
-        "expand broadcast_to": expand, "expand_as": expand_as, "unfold": unfold,
+        "expand broadcast_to": expand, "expand_as": expand_as,
     }),
+    Tensor.unfold: unfold,
     **dict.fromkeys((torch.diagonal, Tensor.diagonal), diagonal),
     torch.linalg.diagonal: linalg_diagonal,
     **{f: _triangle(f) for f in functions_named("tril triu tril_ triu_")},
