@@ -285,7 +285,7 @@ def two_job():
     with pytest.raises(NoShardRule, match="different domains"):
         a + shard(sample(0, 0, ROWS), columns, (137, 863))
     with pytest.raises(NoShardRule, match="different sizes: redistribute one"):
-        a + shard(sample(0, 0, ROWS), rows, (600, 400))
+        torch.stack([a, shard(sample(0, 0, ROWS), rows, (600, 400))])
     assert Sharding(rows, (137, 863)) == a.sharding
     return max(errors)
 

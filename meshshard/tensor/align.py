@@ -43,30 +43,51 @@ def require_whole_domain(func: Any, args: Any, domain: Domain) -> None:
 
 
 def align_broadcast(func: Any, args: Any) -> tuple[list[Any], ShardTensor, int]:
-    """Arguments of a broadcasting operation; plain tensors with all rows are narrowed.
+    """Arguments of a broadcasting operation with the same owned rows.
+
+    Plain tensors with all rows are narrowed; sharded ones get the sizes of the first.
 
     Returns:
         The arguments, the first sharded one, and the sharded dim counted from the right.
 
+    Communication: none if all have the same sizes, as after row-wise operations; else one
+    all-to-all for each argument with other sizes, as in `x[1:] - x[:-1]`.
+
     Raises:
-        NoShardRule: shardings or sharded dims differ, or a plain tensor has another number of rows.
+        NoShardRule: domains, numbers of rows or sharded dims differ.
     """
-    first = require_same_sharding(func, args)
+    first = sharded_in(args)[0]
     sharding = first._sharding
     back = ndim_of(first) - first._dim
     out = list(args)
     for i, a in enumerate(args):
-        if type(a) is ShardTensor and ndim_of(a) - a._dim != back:
-            raise refuse(func, args, None, "the sharded dims of the arguments do not line up")
-        if type(a) is ShardTensor or not isinstance(a, Tensor) or a.ndim < back:
-            continue
-        rows = a.shape[a.ndim - back]
-        if rows not in (1, sharding.total):
-            why = f"a plain tensor has {rows} rows, expected 1 or {sharding.total}"
-            raise refuse(func, args, None, why)
-        if rows != 1:
-            out[i] = narrow_to_owned(a, sharding, a.ndim - back)
+        if type(a) is ShardTensor:
+            if ndim_of(a) - a._dim != back:
+                raise refuse(func, args, None, "the sharded dims of the arguments do not line up")
+            if a._sharding is not sharding and a._sharding != sharding:
+                out[i] = _with_sizes_of(first, a, func, args)
+        elif isinstance(a, Tensor) and a.ndim >= back:
+            rows = a.shape[a.ndim - back]
+            if rows not in (1, sharding.total):
+                why = f"a plain tensor has {rows} rows, expected 1 or {sharding.total}"
+                raise refuse(func, args, None, why)
+            if rows != 1:
+                out[i] = narrow_to_owned(a, sharding, a.ndim - back)
     return out, first, back
+
+
+def _with_sizes_of(first: ShardTensor, x: ShardTensor, func: Any, args: Any) -> ShardTensor:
+    """The same rows with the sizes of another tensor.
+
+    Raises:
+        NoShardRule: the tensors belong to different domains or have different numbers of rows.
+    """
+    if x._sharding.domain.group != first._sharding.domain.group:
+        raise refuse(func, args, None, "the arguments belong to different domains")
+    if x._sharding.total != first._sharding.total:
+        why = "the arguments have different numbers of rows"
+        raise refuse(func, args, None, why)
+    return x.redistribute(first._sharding.sizes)
 
 
 def narrow_to_owned(x: Tensor, sharding: Sharding, dim: int) -> Tensor:

@@ -75,6 +75,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     ndim = ndim_of(x)
     if not sharded_in((x, weight)):
         return F.linear(x, weight) + bias
+    if ndim_of(weight) < 2:
+        product = torch.matmul(x, weight)
+        return product if bias is None else product + bias
     if len(sharded_in((x, weight, bias))) == 1 and type(x) is ShardTensor and x._dim < ndim - 1:
         return apply_local(F.linear, x, (weight, bias))
     rows = LETTERS[: ndim - 1]

@@ -208,6 +208,13 @@ def corrcoef(x: Sharded) -> Any:
 
 
 # -------------------------------------------------------------------------------------- comparisons
+def allclose(
+    x: Any, y: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    """torch.allclose."""
+    return bool(torch.isclose(x, y, rtol, atol, equal_nan).all())
+
+
 def equal(a: Any, b: Any) -> bool:
     """torch.equal: the same bool on every rank."""
     if a.shape != b.shape:
@@ -266,7 +273,7 @@ RULES: dict[Any, Rule] = {
         "cumulative_trapezoid": cumulative_trapezoid,
         "inner": inner, "tensordot": tensordot, "kron": kron, "cov": cov, "corrcoef": corrcoef,
         "addr": added(torch.outer), "addbmm": added(lambda a, b: torch.bmm(a, b).sum(0)),
-        "equal": equal, "isin": isin, "frexp": _each(torch.frexp),
+        "equal": equal, "allclose": allclose, "isin": isin, "frexp": _each(torch.frexp),
         "unravel_index": _each(torch.unravel_index),
         "cdouble": _to(torch.complex128), "cfloat": _to(torch.complex64),
         "chalf": _to(torch.complex32),

@@ -135,6 +135,16 @@ def imaginary_part(x: ShardTensor) -> ShardTensor:
     return apply_local(torch.imag, x)
 
 
+def view_as_real(x: ShardTensor) -> ShardTensor:
+    """Real and imaginary parts on a new last dim, a view.
+
+    torch cannot differentiate the view of an empty tensor by a gradient that is expanded.
+    """
+    if not x._sharding.own:
+        return apply_local(lambda a: torch.stack([a.real, a.imag], -1), x)
+    return apply_local(torch.view_as_real, x)
+
+
 def view_as_complex(x: ShardTensor) -> ShardTensor:
     """Pairs on the last dim as complex numbers, a view."""
     with native():
@@ -148,7 +158,7 @@ RULES: dict[Any, Rule] = {
     Tensor.real.__get__: real_part,  # type: ignore[attr-defined]
     Tensor.imag.__get__: imaginary_part,  # type: ignore[attr-defined]
     torch.imag: imaginary_part,
-    torch.view_as_real: lambda x: apply_local(torch.view_as_real, x),
+    torch.view_as_real: view_as_real,
     torch.view_as_complex: view_as_complex,
     **{f: pointwise(f) for f in _pointwise_functions()},
     **{f: rowwise(f) for f in functions_named(CONVERSIONS)},

@@ -88,25 +88,36 @@ def reshaped(x: ShardTensor, wanted: list[int], may_move: bool = True) -> Any:
     local = [sharding.own if d == dim else n for d, n in enumerate(wanted)]
     with native():
         out = x.reshape(local)
-        if x._sharding.own == 1 and _share_memory(out, x) and not _is_view(x, local, dim):
-            out = out.clone()
+        if x._sharding.own <= 1 and _share_memory(out, x):
+            out = out if _is_view(x, local, dim, sharding) else out.clone()
         return wrap(out, sharding, dim)
 
 
-def _is_view(x: ShardTensor, shape: Sequence[int], dim: int) -> bool:
+def _is_view(x: ShardTensor, shape: Sequence[int], dim: int, sharding: Sharding) -> bool:
     """Whether a reshape of several rows is a view; that of one row may be one on this rank only."""
+    old, new = x._sharding.total, sharding.total
+    rows = 2 * max(1, old // max(new, 1))
     try:
-        _two_rows(x).view([2 * n if d == dim else n for d, n in enumerate(shape)])
+        _with_rows(x, rows).view(
+            [rows * new // max(old, 1) if d == dim else n for d, n in enumerate(shape)]
+        )
     except RuntimeError:
         return False
     return True
 
 
-def _two_rows(x: ShardTensor) -> Tensor:
-    """A tensor without data of two rows with the strides of `x`."""
-    rows = [2 if d == x._dim else n for d, n in enumerate(local_shape(x))]
+def _with_rows(x: ShardTensor, rows: int) -> Tensor:
+    """A tensor without data as `x`, which has at most one row, would be with more.
+
+    In memory, more rows lie between the elements of dims with the same or a larger stride.
+    """
+    shape = [rows if d == x._dim else n for d, n in enumerate(local_shape(x))]
     with native():
-        return torch.empty_strided(rows, x.stride(), device="meta")
+        strides = x.stride()
+    each = strides[x._dim]
+    strides = tuple(rows * s if d != x._dim and s >= each else s for d, s in enumerate(strides))
+    with native():
+        return torch.empty_strided(shape, strides, device="meta")
 
 
 def _share_memory(x: Tensor, y: Tensor) -> bool:
@@ -116,7 +127,7 @@ def _share_memory(x: Tensor, y: Tensor) -> bool:
 def is_contiguous(x: ShardTensor, **options: Any) -> bool:
     """As that of the local rows; one row or none count as several of their strides."""
     with native():
-        rows = x if x._sharding.own > 1 else _two_rows(x)
+        rows = x if x._sharding.own > 1 else _with_rows(x, 2)
         return rows.is_contiguous(**options)
 
 
@@ -181,6 +192,8 @@ def flatten(x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
     first, last = normalize_dim(start_dim, len(shape)), normalize_dim(end_dim, len(shape))
     if first > last:
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
+    if first == last:
+        return x  # as torch, whose result is then the same object
     return reshaped(x, [*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]])
 
 
