@@ -86,8 +86,10 @@ def _squeezed(x: ShardTensor, dim: Any = None) -> tuple[tuple[tuple[int, ...]], 
 def squeeze(x: ShardTensor, dim: Any = None) -> Any:
     """Remove dims whose global size is one; without the sharded one the tensor is replicated."""
     (removed,), at = _squeezed(x, dim)
-    if at < 0:
-        return x.gather().squeeze(removed)
+    if at < 0:  # a row, which writes through
+        rest = tuple(d - (d > x._dim) for d in removed if d != x._dim)
+        row: Any = torch.select(x, x._dim, 0)
+        return row.squeeze(rest) if rest else row
     return apply_local(Tensor.squeeze, x, (removed,), dim=at)
 
 
