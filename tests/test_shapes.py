@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from meshshard.comm import Domain, simulate
+from meshshard.nn.conv.deep_halo import _PartOfRows
 from meshshard.tensor import NoShardRule, ShardTensor, shard
 
 RANKS = 3
@@ -193,6 +194,24 @@ def test_what_cannot_be_a_view_is_refused_on_every_rank(name):
             function(shard(TABLE, domain, (2, 0, 5)))
 
     simulate(RANKS, job)
+
+
+COUPLED = {
+    "flip": lambda x: x.flip(0),
+    "unfold": lambda x: x.unfold(0, 2, 1),
+    "tril": lambda x: x.tril(),
+    "diagonal": lambda x: x.diagonal(),
+    "cumsum": lambda x: x.cumsum(0),
+    "prod": lambda x: x.prod(),
+    "flatten": lambda x: x.T.flatten(),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_part_of_the_rows_cannot_be_reordered(name):
+    domain = _PartOfRows()
+    with pytest.raises(NoShardRule):
+        COUPLED[name](shard(TABLE, domain, (7,)))
 
 
 NAMES = {

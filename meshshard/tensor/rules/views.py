@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import global_shape, ndim_of
+from meshshard.tensor.align import global_shape, ndim_of, require_whole_domain
 from meshshard.tensor.rules.reshape import shape_of
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import (
@@ -137,6 +137,8 @@ def expand_as(x: Any, other: Tensor) -> Any:
 def _shift(x: Sharded, dim1: int, dim2: int) -> int:
     """What a diagonal's number is larger by in the owned rows (dim1) or columns (dim2)."""
     first: int = x._sharding.first
+    if x._dim in (dim1, dim2):
+        require_whole_domain("a diagonal", (x,), x._sharding.domain)
     return first if x._dim == dim1 else -first if x._dim == dim2 else 0
 
 
