@@ -26,6 +26,7 @@ ROWS = {  # functions of a (7, 4) tensor; also of its transpose, with dims excha
     "pad circular": lambda x, d: F.pad(x[None, None], (2, -1, 0, 3), "circular"),
     "pad replicate": lambda x, d: F.pad(x[None, None], (2, 2, 2, -2), "replicate"),
     "reshape": lambda x, d: x.reshape(2, -1, 7),
+    "unflatten": lambda x, d: x.narrow(d, 0, 6).unflatten(d, (3, 2)),
     "reshape to one row": lambda x, d: x.reshape(1, 28, 1),
     "flatten": lambda x, d: x.flatten(),
     "tril": lambda x, d: x.tril(-1) + torch.triu(x, 2),
@@ -174,9 +175,19 @@ def test_random_numbers_do_not_depend_on_the_partition(name):
         torch.testing.assert_close(drawn, serial)
 
 
+KEPT = []
+
+
+def _columns(x):
+    KEPT.append(x.T)
+    return KEPT[-1]
+
+
 REFUSED = {
+    "flatten": (lambda x: _columns(x).flatten().add_(1), "change a clone of it"),
+    "reshape": (lambda x: _columns(x).reshape(2, 14).__setitem__(0, 1), "change a clone of it"),
     "view": (lambda x: x.T.view(28), "use reshape"),
-    "unflatten": (lambda x: x[:6].unflatten(0, (2, 3)), "use reshape"),
+    "view_as": (lambda x: x.T.view_as(torch.ones(28)), "use reshape"),
     "squeeze_": (lambda x: x[1:2].squeeze_(), r"use squeeze\(0\)"),
     "plain in place": (
         lambda x: torch.zeros(7, 4).double().addmm_(x.T, x),
@@ -194,6 +205,14 @@ def test_what_cannot_be_a_view_is_refused_on_every_rank(name):
             function(shard(TABLE, domain, (2, 0, 5)))
 
     simulate(RANKS, job)
+
+
+def test_a_moved_reshape_can_be_changed_once_its_source_is_gone():
+    def job(domain):
+        return shard(TABLE, domain, (2, 0, 5)).T.flatten().mul_(2).gather()
+
+    for whole in simulate(RANKS, job):
+        torch.testing.assert_close(whole, 2 * TABLE.T.flatten())
 
 
 COUPLED = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import global_shape, ndim_of, require_whole_domain
-from meshshard.tensor.rules.reshape import shape_of
+from meshshard.tensor.rules.reshape import moved_from, shape_of
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -209,7 +209,7 @@ def unfold(x: ShardTensor, dimension: int, size: int, step: int) -> ShardTensor:
             local = windows.unfold(dim, size, step)
         else:  # torch refuses windows that are longer than the dim
             local = windows.unsqueeze(-1).expand(*windows.shape, size)
-        return wrap(local, new, dim)
+        return moved_from(x, wrap(local, new, dim))
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:
