@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
+import torch.nn.functional as F  # noqa: N812
 
 from meshshard.comm import Domain, simulate
+from meshshard.nn.conv.deep_halo import _PartOfRows
 from meshshard.tensor import NoShardRule, ShardTensor, shard
 
 RANKS = 3
@@ -25,6 +26,7 @@ ROWS = {  # functions of a (7, 4) tensor; also of its transpose, with dims excha
     "pad circular": lambda x, d: F.pad(x[None, None], (2, -1, 0, 3), "circular"),
     "pad replicate": lambda x, d: F.pad(x[None, None], (2, 2, 2, -2), "replicate"),
     "reshape": lambda x, d: x.reshape(2, -1, 7),
+    "unflatten": lambda x, d: x.narrow(d, 0, 6).unflatten(d, (3, 2)),
     "reshape to one row": lambda x, d: x.reshape(1, 28, 1),
     "flatten": lambda x, d: x.flatten(),
     "tril": lambda x, d: x.tril(-1) + torch.triu(x, 2),
@@ -112,8 +114,9 @@ MOVED = {  # of a (7, 4) tensor sharded along dim 0, in place
     "tril_": lambda x: x.tril_(-2),
     "cumsum_": lambda x: x.cumsum_(0),
     "addmm_": lambda x: x.addmm_(x, torch.ones(4, 4).double(), alpha=2),
-    "diagonal": lambda x: x.diagonal(1).fill_(9) if x is not None else None,
+    "diagonal": lambda x: x.diagonal(1).fill_(9),
     "unflatten": lambda x: x.unflatten(1, (2, 2)).mul_(3),
+    "squeeze": lambda x: x[5:6].squeeze().fill_(2),
 }
 
 
@@ -172,15 +175,28 @@ def test_random_numbers_do_not_depend_on_the_partition(name):
         torch.testing.assert_close(drawn, serial)
 
 
+KEPT = []
+
+
+def _columns(x):
+    KEPT.append(x.T)
+    return KEPT[-1]
+
+
 REFUSED = {
+    "flatten": (lambda x: _columns(x).flatten().add_(1), "change a clone of it"),
+    "reshape": (lambda x: _columns(x).reshape(2, 14).__setitem__(0, 1), "change a clone of it"),
     "view": (lambda x: x.T.view(28), "use reshape"),
-    "unflatten": (lambda x: x[:6].unflatten(0, (2, 3)), "use reshape"),
+    "view_as": (lambda x: x.T.view_as(torch.ones(28)), "use reshape"),
     "squeeze_": (lambda x: x[1:2].squeeze_(), r"use squeeze\(0\)"),
-    "plain in place": (lambda x: torch.zeros(7, 4).double().cumsum_(x), "NoShardRule|dim"),
+    "plain in place": (
+        lambda x: torch.zeros(7, 4).double().addmm_(x.T, x),
+        "a plain tensor cannot",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", ["view", "unflatten", "squeeze_"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_a_view_is_refused_on_every_rank(name):
     function, why = REFUSED[name]
 
@@ -189,6 +205,57 @@ def test_what_cannot_be_a_view_is_refused_on_every_rank(name):
             function(shard(TABLE, domain, (2, 0, 5)))
 
     simulate(RANKS, job)
+
+
+def test_a_moved_reshape_can_be_changed_once_its_source_is_gone():
+    def job(domain):
+        return shard(TABLE, domain, (2, 0, 5)).T.flatten().mul_(2).gather()
+
+    for whole in simulate(RANKS, job):
+        torch.testing.assert_close(whole, 2 * TABLE.T.flatten())
+
+
+COUPLED = {
+    "flip": lambda x: x.flip(0),
+    "unfold": lambda x: x.unfold(0, 2, 1),
+    "tril": lambda x: x.tril(),
+    "diagonal": lambda x: x.diagonal(),
+    "cumsum": lambda x: x.cumsum(0),
+    "prod": lambda x: x.prod(),
+    "flatten": lambda x: x.T.flatten(),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_part_of_the_rows_cannot_be_reordered(name):
+    domain = _PartOfRows()
+    with pytest.raises(NoShardRule):
+        COUPLED[name](shard(TABLE, domain, (7,)))
+
+
+NAMES = {
+    "axis": lambda x: x.cumsum(axis=0),
+    "keepdims": lambda x: torch.sum(x, axis=-2, keepdims=True),
+    "input": lambda x: torch.flip(input=x, dims=(0,)),
+    "other": lambda x: torch.add(x, x2=x),
+    "one int": lambda x: torch.roll(x, shifts=2, dims=0),
+    "sections": lambda x: torch.tensor_split(x, sections=3)[1],
+    "second matrix": lambda x: torch.mm(input=x, mat2=torch.ones(4, 4).double()),
+    "where": lambda x: torch.where(condition=x > 0, input=x, other=0.0),
+    "repeats": lambda x: x.repeat(repeats=(2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_may_have_all_names_that_torch_knows(name):
+    wanted = NAMES[name](TABLE)
+
+    def job(domain):
+        out = NAMES[name](shard(TABLE, domain, (3, 0, 4)))
+        return out.gather() if type(out) is ShardTensor else out
+
+    for whole in simulate(RANKS, job):
+        torch.testing.assert_close(whole, wanted)
 
 
 WRONG = {

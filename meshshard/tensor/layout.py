@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import global_shape, narrow_to_owned
+from meshshard.tensor.align import global_shape, narrow_to_owned, require_whole_domain
 from meshshard.tensor.shard_tensor import ShardTensor, refuse, wrap
 from meshshard.tensor.sharding import Sharding
 from meshshard.tensor.take_rows import take_rows
@@ -72,6 +72,7 @@ def rearranged(x: ShardTensor, shape: Sequence[int], dim: int, new: Sharding) ->
     before the sharded one, of the tensor or of the shape, has a size other than 1.
     """
     old, whole = x._sharding, global_shape(x)
+    require_whole_domain("a reshape that moves elements", (x,), old.domain)
     local = [new.own if d == dim else n for d, n in enumerate(shape)]
     before, inner = math.prod(whole[: x._dim]), math.prod(whole[x._dim + 1 :])
     new_before, new_inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])

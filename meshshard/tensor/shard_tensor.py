@@ -22,6 +22,7 @@ from meshshard.tensor._torch_private import (
     native,
     not_compiled,
 )
+from meshshard.tensor.keywords import signature_names
 from meshshard.tensor.row_copy import RowCopy, plain
 from meshshard.tensor.sharding import Sharding
 
@@ -173,6 +174,8 @@ class ShardTensor(Tensor):
         if current_autograd_node() is not None and _in_local_backward(func):
             with native():
                 return func(*args, **(kwargs or {}))
+        if kwargs:
+            args, kwargs = signature_names(args, kwargs)
         if kwargs and "out" in kwargs:
             return _into_out(rule, func, args, kwargs)
         if not forward_mode_enabled() and not torch.is_inference_mode_enabled():

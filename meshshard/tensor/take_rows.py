@@ -7,6 +7,7 @@ from torch import Tensor
 
 from meshshard.comm.linear import AllToAll, apply
 from meshshard.tensor._torch_private import native
+from meshshard.tensor.align import require_whole_domain
 from meshshard.tensor.shard_tensor import ShardTensor, wrap
 from meshshard.tensor.sharding import Sharding
 
@@ -24,10 +25,14 @@ def take_rows(x: ShardTensor, rows: Tensor, sharding: Sharding) -> ShardTensor:
             `x.sharding.total` - 1; in any order, repeats allowed.
         sharding: of the result.
 
+    Raises:
+        NoShardRule: the domain is that of a deep halo, which has some of the rows.
+
     Communication: one all-to-all of counts, one of row numbers; one of rows forward and backward.
     """
     old = x._sharding
     domain = old.domain
+    require_whole_domain("a permutation of rows", (x,), domain)
     with native():
         values = x.movedim(x._dim, 0)
         if domain.size > 1:

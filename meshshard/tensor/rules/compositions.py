@@ -14,7 +14,7 @@ from meshshard.tensor._torch_private import VF, native
 from meshshard.tensor.align import narrow_to_owned
 from meshshard.tensor.layout import as_layout, even_sizes, rearranged, reshard
 from meshshard.tensor.rules.table import functions_named, in_place, named
-from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, sharded_in, wrap
+from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, refuse, sharded_in, wrap
 from meshshard.tensor.sharding import Sharding
 from meshshard.tensor.take_rows import take_rows
 
@@ -257,6 +257,13 @@ def new_empty_strided(x: Sharded, size: Any, stride: Any, **options: Any) -> Any
     return wrap(out_, out._sharding, out._dim) if type(out) is ShardTensor else out_
 
 
+def _refused(func: Callable[..., Any], why: str) -> Rule:
+    def _rule(*args: Any, **kwargs: Any) -> Any:
+        raise refuse(func, args, kwargs, why)
+
+    return _rule
+
+
 COPIES = """
 alias detach diagonal expand narrow permute select slice split split_with_sizes squeeze t transpose
 unbind unfold unsqueeze view view_as_real view_as_complex
@@ -265,6 +272,12 @@ VIEWS: dict[str, Any] = {
     "alias": torch.clone, "expand": Tensor.expand, "slice": slice_of, "unfold": Tensor.unfold,
     "view": Tensor.reshape,
 }  # fmt: skip
+STRIDES = "the strides are those of the owned rows: index the tensor, or use reshape"
+REFUSED = {
+    "as_strided_copy as_strided_scatter as_strided_": STRIDES,
+    "resize_as_": "its memory holds the owned rows: make a new tensor",
+    "combinations": "it makes all pairs of rows",
+}
 LISTS = {"meshgrid": meshgrid, **{f"atleast_{n}d": _at_least(n) for n in (1, 2, 3)}}
 RULES: dict[Any, Rule] = {
     **named(
@@ -303,4 +316,6 @@ RULES: dict[Any, Rule] = {
         for f in functions_named(f"{n}_copy")
     },
     torch.ops.aten.slice.Tensor: slice_of,
+    **{f: _refused(f, why) for names, why in REFUSED.items() for f in functions_named(names)},
+    torch.as_strided: _refused(torch.as_strided, STRIDES),
 }

@@ -236,7 +236,7 @@ def masked_select(x: Any, mask: Any) -> ShardTensor:
     given, first, back = align_broadcast(torch.masked_select, (x, mask))
     if back != max(ndim_of(x), ndim_of(mask)):
         x, mask = map(torch.flatten, broadcast_tensors(x, mask))
-        return masked_select(x, as_layout(mask, x))  # type: ignore[arg-type]
+        return masked_select(x, as_layout(mask, x))
     with native():
         local = torch.masked_select(*given)
     domain = first._sharding.domain

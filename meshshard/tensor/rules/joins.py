@@ -26,9 +26,8 @@ from meshshard.tensor.shard_tensor import (
 from meshshard.tensor.sharding import Sharding
 
 
-def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Any:
+def cat(tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> Any:
     """torch.cat; along the sharded dim, rows move between ranks to keep the order of torch."""
-    dim = kwargs.get("axis", dim)
     tensors = [x for x in tensors if shape_of(x) != (0,)] or tensors  # torch ignores them
     if not sharded_in(tensors):
         return torch.cat(tuple(tensors), dim)
@@ -146,8 +145,9 @@ def chunk(x: ShardTensor, chunks: int, dim: int = 0) -> tuple[Any, ...]:
     return split(x, -(-rows // chunks), dim)
 
 
-def tensor_split(x: Any, parts: Any, dim: int = 0) -> tuple[Any, ...]:
+def tensor_split(x: Any, *args: Any, dim: int = 0, **kwargs: Any) -> tuple[Any, ...]:
     """torch.tensor_split, into a number of pieces or at given indices, which may be sharded."""
+    parts, dim = [*args, *kwargs.values(), dim][:2]
     if isinstance(parts, Tensor):
         parts = (parts.gather() if type(parts) is ShardTensor else parts).tolist()
     if type(x) is not ShardTensor:

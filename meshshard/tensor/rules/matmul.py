@@ -157,7 +157,8 @@ def _expand_dots(
 
 
 def _labeled(func: Callable[..., Any], left: str, right: str, out: str) -> Rule:
-    def _rule(a: Tensor, b: Tensor) -> Any:
+    def _rule(a: Tensor, *args: Tensor, **kwargs: Tensor) -> Any:
+        (b,) = (*args, *kwargs.values())
         return _contract(func, (a, b), (left, right), out, func)
 
     return _rule

@@ -158,6 +158,11 @@ def _list(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
+def vecdot(a: Any, b: Any, *, dim: int = -1) -> Any:
+    """torch.linalg.vecdot."""
+    return (a.conj() * b).sum(dim)
+
+
 def kron(a: Any, b: Any) -> Any:
     """torch.kron; if both are sharded, the second is gathered, as the result repeats it."""
     a, b = one_sharded((a, b))
@@ -271,7 +276,8 @@ RULES: dict[Any, Rule] = {
     **named({
         "diff": diff, "gradient": gradient, "trapezoid trapz": trapezoid,
         "cumulative_trapezoid": cumulative_trapezoid,
-        "inner": inner, "tensordot": tensordot, "kron": kron, "cov": cov, "corrcoef": corrcoef,
+        "vecdot": vecdot, "inner": inner, "tensordot": tensordot, "kron": kron,
+        "cov": cov, "corrcoef": corrcoef,
         "addr": added(torch.outer), "addbmm": added(lambda a, b: torch.bmm(a, b).sum(0)),
         "equal": equal, "allclose": allclose, "isin": isin, "frexp": _each(torch.frexp),
         "unravel_index": _each(torch.unravel_index),

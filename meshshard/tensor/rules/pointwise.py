@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import align_broadcast
-from meshshard.tensor.rules.table import HOMES, functions_named, rowwise
+from meshshard.tensor.rules.table import HOMES, functions_named, is_in_place, rowwise
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, wrap
 
 UNTAGGED = """
@@ -88,7 +88,7 @@ def _broadcast(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
     names = [n for n, v in kwargs.items() if isinstance(v, Tensor)]
     aligned, first, back = align_broadcast(func, [*args, *(kwargs[n] for n in names)])
     kwargs |= dict(zip(names, aligned[len(args) :], strict=True))
-    if args and type(args[0]) is not ShardTensor and _is_in_place(func):
+    if args and type(args[0]) is not ShardTensor and is_in_place(func):
         why = "a plain tensor cannot be changed in place by a sharded one"
         raise refuse(func, args, kwargs, why)
     with native():
@@ -97,13 +97,6 @@ def _broadcast(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
             return out  # NotImplemented: Python then compares by identity, as in x == None
         dim = out.ndim - back
     return wrap(out, first._sharding, dim)
-
-
-def _is_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return bool(name[2] == "i") and name != "__invert__"
-    return bool(name.endswith("_"))
 
 
 def prelu(x: Any, weight: Tensor) -> ShardTensor:

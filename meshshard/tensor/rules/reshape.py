@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from meshshard.tensor.layout import rearranged, scaled_sizes
 from meshshard.tensor.rules.table import named
 from meshshard.tensor.shard_tensor import (
     Rule,
+    Sharded,
     ShardTensor,
     apply_local,
     normalize_dim,
@@ -83,7 +85,7 @@ def reshaped(x: ShardTensor, wanted: list[int], may_move: bool = True) -> Any:
     if found is None:
         dim = wanted.index(max(wanted))
         sizes = scaled_sizes(x._sharding, wanted[dim])
-        return rearranged(x, wanted, dim, Sharding(x._sharding.domain, sizes))
+        return moved_from(x, rearranged(x, wanted, dim, Sharding(x._sharding.domain, sizes)))
     dim, sharding = found
     local = [sharding.own if d == dim else n for d, n in enumerate(wanted)]
     with native():
@@ -91,6 +93,12 @@ def reshaped(x: ShardTensor, wanted: list[int], may_move: bool = True) -> Any:
         if x._sharding.own <= 1 and _share_memory(out, x):
             out = out if _is_view(x, local, dim, sharding) else out.clone()
         return wrap(out, sharding, dim)
+
+
+def moved_from(x: ShardTensor, out: Sharded) -> Sharded:
+    """A copy that in torch may be a view of `x`: while `x` exists, in-place functions refuse it."""
+    out._moved_from = weakref.ref(x)
+    return out
 
 
 def _is_view(x: ShardTensor, shape: Sequence[int], dim: int, sharding: Sharding) -> bool:
@@ -198,12 +206,12 @@ def flatten(x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 def unflatten(x: ShardTensor, dim: int, sizes: Sequence[int]) -> Any:
-    """Split one dim into several; a view, refused where elements must move between ranks."""
+    """Split one dim into several; a copy where elements must move between ranks."""
     shape = list(global_shape(x))
     dim = normalize_dim(dim, len(shape))
     rest = -math.prod(sizes) if -1 in sizes else 0
     sizes = [n if n != -1 else shape[dim] // rest for n in sizes]
-    return reshaped(x, [*shape[:dim], *sizes, *shape[dim + 1 :]], may_move=False)
+    return reshaped(x, [*shape[:dim], *sizes, *shape[dim + 1 :]])
 
 
 RULES: dict[Any, Rule] = named({

@@ -174,6 +174,11 @@ def pad(x: Sharded, pad: Sequence[int], mode: str = "constant", value: Any = Non
     return out
 
 
+def constant_pad(x: Sharded, pad: Sequence[int], value: Any = 0) -> Sharded:
+    """torch.constant_pad_nd."""
+    return F.pad(x, pad, "constant", value)
+
+
 def _require_valid(x: Sharded, pad: Sequence[int], mode: str) -> None:
     """Raise what torch raises, on every rank."""
     F.pad(torch.empty(global_shape(x), device="meta", dtype=x.dtype), pad, mode)
@@ -219,5 +224,5 @@ RULES: dict[Any, Rule] = {
     **named({"flip": flip, "roll": roll, "tile": tile, "repeat_interleave": repeat_interleave}),
     Tensor.repeat: repeat,
     **named({"pad": pad}),
-    torch.constant_pad_nd: lambda x, pad_, value=0: pad(x, pad_, "constant", value),
+    torch.constant_pad_nd: constant_pad,
 }

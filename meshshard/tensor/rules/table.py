@@ -76,4 +76,25 @@ def one_table(families: Iterable[Mapping[Any, Rule]]) -> dict[Any, Rule]:
         if twice := table.keys() & family.keys():
             raise ValueError(f"{sorted(map(name_of, twice))} have a rule in two families")
         table.update(family)
-    return table
+    return {f: _not_of_moved(f, rule) if is_in_place(f) else rule for f, rule in table.items()}
+
+
+def is_in_place(func: Any) -> bool:
+    """Whether a function changes its first argument, by its name."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (bool(name[2] == "i") and name != "__invert__")
+    return bool(name.endswith("_")) and name != "requires_grad_"
+
+
+def _not_of_moved(func: Any, rule: Rule) -> Rule:
+    """The rule of an in-place function, refused on a copy that in torch would be a view."""
+
+    def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
+        source = getattr(x, "_moved_from", None)
+        if source is not None and source() is not None:
+            why = "its elements moved between ranks, so it is no view here: change a clone of it"
+            raise refuse(func, (x, *args), kwargs, why)
+        return rule(x, *args, **kwargs)
+
+    return _rule

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import global_shape, ndim_of
-from meshshard.tensor.rules.reshape import shape_of
+from meshshard.tensor.align import global_shape, ndim_of, require_whole_domain
+from meshshard.tensor.rules.reshape import moved_from, shape_of
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -86,8 +86,10 @@ def _squeezed(x: ShardTensor, dim: Any = None) -> tuple[tuple[tuple[int, ...]], 
 def squeeze(x: ShardTensor, dim: Any = None) -> Any:
     """Remove dims whose global size is one; without the sharded one the tensor is replicated."""
     (removed,), at = _squeezed(x, dim)
-    if at < 0:
-        return x.gather().squeeze(removed)
+    if at < 0:  # a row, which writes through
+        rest = tuple(d - (d > x._dim) for d in removed if d != x._dim)
+        row: Any = torch.select(x, x._dim, 0)
+        return row.squeeze(rest) if rest else row
     return apply_local(Tensor.squeeze, x, (removed,), dim=at)
 
 
@@ -135,6 +137,8 @@ def expand_as(x: Any, other: Tensor) -> Any:
 def _shift(x: Sharded, dim1: int, dim2: int) -> int:
     """What a diagonal's number is larger by in the owned rows (dim1) or columns (dim2)."""
     first: int = x._sharding.first
+    if x._dim in (dim1, dim2):
+        require_whole_domain("a diagonal", (x,), x._sharding.domain)
     return first if x._dim == dim1 else -first if x._dim == dim2 else 0
 
 
@@ -205,7 +209,7 @@ def unfold(x: ShardTensor, dimension: int, size: int, step: int) -> ShardTensor:
             local = windows.unfold(dim, size, step)
         else:  # torch refuses windows that are longer than the dim
             local = windows.unsqueeze(-1).expand(*windows.shape, size)
-        return wrap(local, new, dim)
+        return moved_from(x, wrap(local, new, dim))
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:
