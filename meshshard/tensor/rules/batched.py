@@ -147,7 +147,9 @@ def _owned(
     if sharding.own or not pad:
         return x
     with native():
-        return torch.cat([x, x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])], dim)
+        return torch.cat(
+            [x, x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])], dim
+        )
 
 
 def _narrowed(func: Any, x: Tensor, sharding: Sharding, dim: int) -> Tensor:
@@ -180,9 +182,7 @@ def _agreed(domain: Domain, call: Callable[[], Any]) -> Any:
     raise torch.linalg.LinAlgError(f"rank {rank}: {message}") from error
 
 
-def _wrapped(
-    out: Any, outputs: Sequence[str], sharding: Sharding, place: Place, pad: bool
-) -> Any:
+def _wrapped(out: Any, outputs: Sequence[str], sharding: Sharding, place: Place, pad: bool) -> Any:
     """Sharded results; those without the place of the sharded dim are plain."""
     if isinstance(out, (tuple, list)):
         labels = [outputs[min(i, len(outputs) - 1)] for i in range(len(out))]

@@ -147,7 +147,5 @@ def _each(value: Any, n: int) -> list[int]:
 
 RULES: dict[Any, Rule] = {
     **{f: _conv(f, n) for n in (1, 2, 3) for f in functions_named(f"conv{n}d")},
-    **{
-        f: _off_grid(f, n, "cO") for n in (1, 2, 3) for f in functions_named(f"conv_transpose{n}d")
-    },
+    **{f: _off_grid(f, n, "cO") for n in (1, 2, 3) for f in functions_named(f"conv_transpose{n}d")},
 }

@@ -44,9 +44,6 @@ MAY_FAIL = {
 }
 
 
-
-
-
 def _at_side(left_signature: str, at: int = 99) -> Callable[..., str]:
     """The signature of a solver, whose unknown may be on the right; `left` may be argument `at`."""
 
@@ -77,7 +74,7 @@ def _with_matrix(rule: Rule) -> Rule:
         vector = ndim_of(B) == 1 or (ndim_of(B) == ndim - 1 and B.shape == A.shape[:-1])
         if vector and not kwargs.get("left", True):
             raise RuntimeError("linalg.solve: a vector is on the left only (left=True)")
-        B = B.unsqueeze(-1) if vector else _with_ndim(B, ndim)  # noqa: N806
+        B = B.unsqueeze(-1) if vector else _with_ndim(B, ndim)
         out = rule(A, B, *args, **kwargs)
         if not vector:
             return out
@@ -161,7 +158,12 @@ def renorm_(x: Any, p: float, dim: int, maxnorm: float) -> Any:
 
 
 def matrix_norm(
-    x: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None  # noqa: A002
+    x: Any,
+    ord: Any = "fro",
+    dim: Any = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
 ) -> Any:
     """linalg.matrix_norm; those of singular values are not exact if the matrix is sharded."""
     x = x if dtype is None else x.to(dtype)
@@ -192,7 +194,12 @@ def cond(A: Any, p: Any = None) -> Any:  # noqa: N803
 
 
 def norm(
-    x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None  # noqa: A002
+    x: Any,
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
 ) -> Any:
     """linalg.norm: of a vector or of a matrix, depending on its arguments."""
     several = isinstance(dim, (tuple, list))

@@ -111,17 +111,17 @@ def _made(draw: Tensor, x: Sharded, kwargs: dict[str, Any]) -> ShardTensor:
 def feature_dropout(
     x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
-    """F.dropout1d to 3d, which drop whole channels of a sample; the rows must be samples."""
-    if x._dim != 0:
-        why = f"samples are along dim 0, but the sharded dim is {x._dim}"
+    """F.dropout1d to 3d, which drop whole channels of a sample."""
+    if x._dim > 1:
+        why = f"samples and channels are along dims 0 and 1, but the sharded dim is {x._dim}"
         raise refuse("feature dropout", (x,), None, why)
     with native():
         channels = x.flatten(2)[..., :1].detach() if x.ndim > 2 else x.detach()
-    mask = dropout(torch.ones_like(wrap(channels.clone(), x._sharding, 0)), p, training)
+    mask = dropout(torch.ones_like(wrap(channels.clone(), x._sharding, x._dim)), p, training)
     with native():
         shape = local_shape(x)[:2] + (1,) * (len(global_shape(x)) - 2)
         scale = mask.view(shape)
-        return x.mul_(scale) if inplace else wrap(x * scale, x._sharding, 0)
+        return x.mul_(scale) if inplace else wrap(x * scale, x._sharding, x._dim)
 
 
 RULES: dict[Any, Rule] = {
