@@ -1,4 +1,4 @@
-"""Rules of functions on (batch, channels, *grid) that treat samples, or channels too, separately."""
+"""Rules of functions on (batch, channels, *grid) that treat samples or channels separately."""
 
 from __future__ import annotations
 

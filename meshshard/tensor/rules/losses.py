@@ -109,8 +109,8 @@ def _multilabel_terms(input: Any, target: Any, weight: Any = None) -> Any:  # no
 
 
 def _triplet_terms(
-    anchor: Any, positive: Any, negative: Any, *, margin: float = 1.0, p: float = 2,
-    eps: float = 1e-6, swap: bool = False, distance_function: Any = None,
+    anchor: Any, positive: Any, negative: Any, *, margin: float = 1.0, swap: bool = False,
+    distance_function: Any = None, **norm: Any,
 ) -> Any:  # fmt: skip
     """Terms of F.triplet_margin_loss and F.triplet_margin_with_distance_loss.
 
@@ -119,7 +119,7 @@ def _triplet_terms(
     """
     if margin <= 0:
         raise ValueError(f"margin must be greater than 0, got {margin}")
-    distance = distance_function or partial(F.pairwise_distance, p=p, eps=eps)
+    distance: Any = distance_function or partial(F.pairwise_distance, **norm)
     near, far = distance(anchor, positive), distance(anchor, negative)
     if swap:
         far = torch.minimum(far, distance(positive, negative))
@@ -128,19 +128,16 @@ def _triplet_terms(
 
 def linear_cross_entropy(
     input: Any, linear_weight: Any, target: Any, *, linear_bias: Any = None,  # noqa: A002
-    weight: Any = None, reduction: str = "mean", ignore_index: int | None = None,
-    label_smoothing: float = 0.0, options: Any = None,
+    ignore_index: Any = None, options: Any = None, **given: Any,
 ) -> Any:  # fmt: skip
     """F.linear_cross_entropy, without its blocks of samples: owned rows are one block."""
-    features = tuple(linear_weight.shape[:-1])
+    shape = (*input.shape[:-1], *linear_weight.shape[:-1])
     bias = None if linear_bias is None else linear_bias.flatten()
-    logits = F.linear(input, linear_weight.flatten(0, -2), bias).unflatten(-1, features)
+    logits = F.linear(input, linear_weight.flatten(0, -2), bias).reshape(shape)
     if ignore_index is not None and target.shape == logits.shape:
         raise RuntimeError("ignore_index is given, but the target contains probabilities")
-    given = {} if ignore_index is None else {"ignore_index": ignore_index}
-    return F.cross_entropy(
-        logits, target, weight, reduction=reduction, label_smoothing=label_smoothing, **given
-    )
+    ignored = -100 if ignore_index is None else ignore_index
+    return F.cross_entropy(logits, target, ignore_index=ignored, **given)
 
 
 _l1_loss = _elementwise(F.l1_loss)
@@ -251,7 +248,7 @@ ELEMENTWISE = """
 mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
 poisson_nll_loss gaussian_nll_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss
 """
-SAMPLES = {
+SAMPLES: dict[Any, str] = {
     F.multi_margin_loss: "input c, target, weight c ->",
     F.multilabel_margin_loss: "input c, target c ->",
 }

@@ -74,7 +74,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """F.linear; if the features are sharded, partial products are all-reduced before the bias."""
     ndim = ndim_of(x)
     if not sharded_in((x, weight)):
-        return F.linear(x, weight) + bias
+        return F.linear(x, weight) + bias  # type: ignore[operator]
     if len(sharded_in((x, weight, bias))) == 1 and type(x) is ShardTensor and x._dim < ndim - 1:
         return apply_local(F.linear, x, (weight, bias))
     rows = LETTERS[: ndim - 1]
