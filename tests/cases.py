@@ -288,7 +288,6 @@ REFUSED = {  # operations that couple all rows and have no rule
     "set other rows": lambda x, y, w, c, n: _set(x, n > 2, y[n > 3]),
     "set rows to a column": lambda x, y, w, c, n: _set(x, n > 2, y[n > 2][:, 0]),
     "where alone": lambda x, y, w, c, n: torch.where(x[:, 0] > 0),
-    "glu rows": lambda x, y, w, c, n: F.glu(x, 0),
     "all pairs": lambda x, y, w, c, n: x @ y.T,
     "cdist": lambda x, y, w, c, n: torch.cdist(x, y),
     "scatter_add rows": lambda x, y, w, c, n: torch.zeros_like(x).scatter_add(

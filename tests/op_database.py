@@ -78,7 +78,8 @@ def full_name(op: Any) -> str:
 
 def random(op: Any) -> bool:
     names = ("rand", "bernoulli", "multinomial", "normal", "dropout", "rrelu", "uniform", "empty",
-             "exponential", "cauchy", "geometric", "log_normal", "fractional_max_pool")  # fmt: skip
+             "exponential", "cauchy", "geometric", "log_normal", "fractional_max_pool",
+             "multi_head_attention")  # fmt: skip
     exact = ("nn.functional.normalize", "nn.functional.layer_norm")
     return op.name not in exact and any(word in op.name for word in names)
 

@@ -15,12 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from meshshard.comm import Domain
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import narrow_to_owned, ndim_of, require_same_sharding
 from meshshard.tensor.rules.table import functions_named
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, refuse, sharded_in, wrap
+from meshshard.tensor.shard_tensor import (
+    Rule,
+    ShardTensor,
+    normalize_dim,
+    refuse,
+    sharded_in,
+    wrap,
+)
 from meshshard.tensor.sharding import Sharding
 
 __all__ = ["batched", "batched_rules", "labels_of"]
@@ -48,7 +56,7 @@ def batched(
     def _rule(*args: Any, **kwargs: Any) -> Any:
         text = signature if isinstance(signature, str) else signature(*args, **kwargs)
         inputs, outputs, added = _parsed(text)
-        given = dict(enumerate(args)) | kwargs
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         dims = _dims_of(inputs, given)
         sharding, place = _place(func, given, dims, added)
         parts = {
@@ -81,9 +89,9 @@ def batched_rules(table: Mapping[str, Signature], **options: bool) -> dict[Any, 
 
 def labels_of(ndim: int, coupled: Sequence[int]) -> str:
     """A letter for every dim of a tensor: small for those that are coupled."""
-    coupled = {d % ndim for d in coupled} if ndim else set()
+    small = [normalize_dim(d, ndim) for d in coupled]
     letters = (chr(ord("a") + d) for d in range(ndim))
-    return "".join(c if d in coupled else c.upper() for d, c in enumerate(letters))
+    return "".join(c if d in small else c.upper() for d, c in enumerate(letters))
 
 
 @lru_cache
@@ -179,7 +187,7 @@ def _agreed(domain: Domain, call: Callable[[], Any]) -> Any:
         return out
     told = domain.share(str(error) if error else None)
     rank, message = next((r, e) for r, e in enumerate(told) if e is not None)
-    raise torch.linalg.LinAlgError(f"rank {rank}: {message}") from error
+    raise LinAlgError(f"rank {rank}: {message}") from error
 
 
 def _wrapped(out: Any, outputs: Sequence[str], sharding: Sharding, place: Place, pad: bool) -> Any:

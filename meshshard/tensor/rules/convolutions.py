@@ -75,10 +75,10 @@ def _off_grid(func: Callable[..., Any], n: int, channels: str) -> Rule:
 
 
 def _along_grid(
-    func: Callable[..., Any], n: int, x: ShardTensor, weight: Tensor, bias: Any, stride: Any,
-    padding: Any, dilation: Any, groups: int,
-) -> Any:  # fmt: skip
+    func: Callable[..., Any], n: int, x: ShardTensor, weight: Tensor, bias: Any, *options: Any
+) -> Any:
     """A convolution along the sharded dim of the grid, with a halo or of patches."""
+    stride, padding, dilation, groups = options
     require_whole_domain(func, (x,), x._sharding.domain)
     stride, dilation = _each(stride, n), _each(dilation, n)
     reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]

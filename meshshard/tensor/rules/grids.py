@@ -1,4 +1,4 @@
-"""Rules of functions on (batch, channels, *grid) that treat samples, or channels too, separately."""
+"""Rules of functions on (batch, channels, *grid) that treat samples or channels separately."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def _fractional(func: Callable[..., Any], n: int) -> Rule:
 def affine_grid(theta: Any, size: Any, align_corners: Any = None) -> Any:
     """F.affine_grid of a sharded batch."""
     if type(theta) is ShardTensor and theta._dim == 0 and size[0] == theta._sharding.total:
-        size = (theta._sharding.own, *size[1:])
+        size = (max(theta._sharding.own, 1), *size[1:])  # torch refuses an empty batch
     labels = GRID[len(size) - 2]
-    return batched(F.affine_grid, f"theta ij -> {labels}j", pad=False)(theta, size, align_corners)
+    return batched(F.affine_grid, f"theta ij -> {labels}j", pad=True)(theta, size, align_corners)
 
 
 def pixel_shuffle(x: Any, upscale_factor: int) -> Any:

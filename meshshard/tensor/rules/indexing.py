@@ -362,18 +362,6 @@ def _require_scalar(x: ShardTensor, value: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------- tables
-def embedding(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """F.embedding of sharded indices in a plain table."""
-    if type(x) is not ShardTensor or type(weight) is ShardTensor:
-        raise refuse(F.embedding, (x, weight), None, "the table is sharded")
-    names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):
-        why = "max_norm and scale_grad_by_freq depend on the indices of all rows"
-        raise refuse(F.embedding, (x,), None, why)
-    return apply_local(F.embedding, x, (weight, *args), kwargs)
-
-
 def one_hot(x: ShardTensor, num_classes: int = -1) -> ShardTensor:
     """F.one_hot; by default with the global number of classes."""
     classes = num_classes if num_classes >= 0 else int(torch.amax(x)) + 1
@@ -400,7 +388,6 @@ RULES: dict[Any, Rule] = {
         "narrow": narrow,
         "select": select,
         "take_along_dim": take_along_dim,
-        "embedding": embedding,
         "one_hot": one_hot,
     }),
 }  # fmt: skip

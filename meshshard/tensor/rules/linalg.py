@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshshard.tensor.align import ndim_of
-from meshshard.tensor.rules.batched import batched, batched_rules
+from meshshard.tensor.rules.batched import Signature, batched, batched_rules
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import Rule, normalize_dim, refuse
 
@@ -54,10 +54,10 @@ def _at_side(left_signature: str, at: int = 99) -> Callable[..., str]:
     return _signature
 
 
-SIDED = {
+SIDED: dict[str, Signature] = {
     "solve_triangular": _at_side("A nn, B nK -> nK"),
 }
-PADDED = {  # torch's gradients of no matrices are wrong
+PADDED: dict[str, Signature] = {  # torch's gradients of no matrices are wrong
     "householder_product orgqr": "input mn, tau k -> mn",
     "ormqr": _at_side("input mk, input2 k, input3 mK -> mK", 3),
 }
@@ -143,13 +143,9 @@ def renorm_(x: Any, p: float, dim: int, maxnorm: float) -> Any:
 
 
 def matrix_norm(
-    x: Any,
-    ord: Any = "fro",
-    dim: Any = (-2, -1),
-    keepdim: bool = False,
-    *,
+    x: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *,  # noqa: A002
     dtype: Any = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """linalg.matrix_norm; those of singular values are not exact if the matrix is sharded."""
     x = x if dtype is None else x.to(dtype)
     rows, columns = (normalize_dim(d, ndim_of(x)) for d in dim)
@@ -179,13 +175,9 @@ def cond(A: Any, p: Any = None) -> Any:  # noqa: N803
 
 
 def norm(
-    x: Any,
-    ord: Any = None,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
+    x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *,  # noqa: A002
     dtype: Any = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """linalg.norm: of a vector or of a matrix, depending on its arguments."""
     several = isinstance(dim, (tuple, list))
     if several and len(dim) == 1:

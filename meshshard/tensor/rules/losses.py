@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshshard.tensor.align import (
     ndim_of,
     require_same_sharding,
 )
+from meshshard.tensor.rules.batched import batched
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, refuse, sharded_in, wrap
 from meshshard.tensor.tokens import accumulation_dtype
 
@@ -68,36 +70,74 @@ def _reduced(terms: ShardTensor, reduction: str) -> Any:
     return terms.sum() if reduction == "sum" else terms.mean()
 
 
-def _rowwise(func: Callable[..., Any]) -> Rule:
-    """The rule of a loss of row vectors, with one term for each row."""
+def _of_terms(func: Callable[..., Any], terms: Callable[..., Any]) -> Rule:
+    """The rule of a loss given its terms, one for each sample."""
     names = list(signature(func).parameters)
 
     def _rule(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         reduction = _pop_reduction(given)
-        first = require_same_sharding(func, list(given.values()))
-        found = sharded_in(given.values())
-        if any(x._dim for x in found) or ndim_of(given[names[0]]) < 2:
-            why = "the sharded dim must be the first of two or more"
-            raise refuse(func, list(given.values()), None, why)
-        parts = {n: _owned_terms(func, n, v, first) for n, v in given.items()}
-        with native():
-            terms = func(**parts, reduction="none")
-        return _reduced(wrap(terms, first._sharding, 0), reduction)
+        return _reduced(terms(**given), reduction)
 
     return _rule
 
 
-def _owned_terms(func: Any, name: str, value: Any, first: ShardTensor) -> Any:
-    """Owned rows of a plain argument of all rows; a weight of classes as it is."""
-    if not isinstance(value, Tensor) or type(value) is ShardTensor:
-        return value
-    if name == "weight" and (value.ndim < 2 or len(value) == 1):
-        return value
-    rows, total = len(value), first._sharding.total
-    if rows != total:
-        raise refuse(func, (first,), None, f"{name} has {rows} rows, expected {total}")
-    return narrow_to_owned(value, first._sharding, 0)
+def _of_samples(func: Callable[..., Any], text: str) -> Rule:
+    """The rule of a loss that couples the classes of a sample."""
+    rule = batched(func, text, pad=True)
+
+    def _terms(**given: Any) -> Any:
+        given = {n: v for n, v in given.items() if v is not None}
+        return rule(**given, reduction="none")
+
+    return _of_terms(func, _terms)
+
+
+def _cosine_terms(input1: Any, input2: Any, target: Any, margin: float = 0.0) -> Any:
+    """Terms of F.cosine_embedding_loss, with the epsilon of torch."""
+    product = (input1 * input2).sum(-1)
+    squares = ((input1 * input1).sum(-1) + 1e-12) * ((input2 * input2).sum(-1) + 1e-12)
+    cosine = product / squares.sqrt()
+    same, other = (target == 1).to(cosine.dtype), (target == -1).to(cosine.dtype)
+    return same * (1 - cosine) + other * (cosine - margin).clamp_min(0)
+
+
+def _multilabel_terms(input: Any, target: Any, weight: Any = None) -> Any:  # noqa: A002
+    """Terms of F.multilabel_soft_margin_loss."""
+    terms = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
+    return (terms if weight is None else terms * weight).mean(-1)
+
+
+def _triplet_terms(
+    anchor: Any, positive: Any, negative: Any, *, margin: float = 1.0, swap: bool = False,
+    distance_function: Any = None, **norm: Any,
+) -> Any:  # fmt: skip
+    """Terms of F.triplet_margin_loss and F.triplet_margin_with_distance_loss.
+
+    Raises:
+        ValueError: the margin is not positive, as in torch.
+    """
+    if margin <= 0:
+        raise ValueError(f"margin must be greater than 0, got {margin}")
+    distance: Any = distance_function or partial(F.pairwise_distance, **norm)
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    if swap:
+        far = torch.minimum(far, distance(positive, negative))
+    return (near - far + margin).clamp_min(0)
+
+
+def linear_cross_entropy(
+    input: Any, linear_weight: Any, target: Any, *, linear_bias: Any = None,  # noqa: A002
+    ignore_index: Any = None, options: Any = None, **given: Any,
+) -> Any:  # fmt: skip
+    """F.linear_cross_entropy, without its blocks of samples: owned rows are one block."""
+    shape = (*input.shape[:-1], *linear_weight.shape[:-1])
+    bias = None if linear_bias is None else linear_bias.flatten()
+    logits = F.linear(input, linear_weight.flatten(0, -2), bias).reshape(shape)
+    if ignore_index is not None and target.shape == logits.shape:
+        raise RuntimeError("ignore_index is given, but the target contains probabilities")
+    ignored = -100 if ignore_index is None else ignore_index
+    return F.cross_entropy(logits, target, ignore_index=ignored, **given)
 
 
 _l1_loss = _elementwise(F.l1_loss)
@@ -119,9 +159,16 @@ def _classification(func: Callable[..., Any]) -> Rule:
         given = dict(zip(names, args, strict=False)) | kwargs
         reduction = _pop_reduction(given)
         x, target = given.pop("input"), given.pop("target")
+        classes = 0 if ndim_of(x) == 1 else 1
+        with_classes = (x, target) if target.is_floating_point() else (x,)
+        by_class = any(type(t) is ShardTensor and t._dim == classes for t in with_classes)
+        if by_class or sharded_in(given.values()):
+            log_p = F.log_softmax(x, classes) if func is F.cross_entropy else x
+            terms, weights = _terms_of_classes(log_p, target, classes, **given)
+            if reduction != "mean" or weights is None:
+                return _reduced(terms, reduction)
+            return terms.sum() / weights.sum()
         first = require_same_sharding(func, (x, target))
-        if ndim_of(x) < 2 or (type(x) is ShardTensor and first._dim == 1):
-            raise refuse(func, (x, target), None, "the classes are sharded")
         indices = not target.is_floating_point()  # class indices, else probabilities
         x, target, dim = _owned_rows(x, target, first, indices)
         with native():
@@ -136,6 +183,33 @@ def _classification(func: Callable[..., Any]) -> Rule:
         return (domain.all_reduce(local) / domain.all_reduce(weights.sum())).to(dtype)
 
     return _rule
+
+
+def _terms_of_classes(
+    log_p: Any, target: Any, dim: int, weight: Any = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Terms of samples whose classes or class weights are sharded, and the weights of a mean."""
+    n = log_p.shape[dim]
+    column = [-1 if d == dim else 1 for d in range(ndim_of(log_p))]
+    scale = 1 if weight is None else weight.view(column)
+    if target.is_floating_point():
+        target = target * (1 - label_smoothing) + label_smoothing / n
+        return -(log_p * target * scale).sum(dim), None
+    each = _numbered(log_p, dim, n).view(column)
+    valid = (target != ignore_index).unsqueeze(dim)
+    chosen = ((each == target.unsqueeze(dim)) & valid) * scale
+    smooth = (log_p * valid * scale).sum(dim) if label_smoothing else 0
+    terms = (1 - label_smoothing) * (log_p * chosen).sum(dim) + label_smoothing / n * smooth
+    return -terms, chosen.sum(dim).to(log_p.dtype)
+
+
+def _numbered(x: Any, dim: int, n: int) -> Any:
+    """The numbers of the classes, sharded as they are."""
+    if type(x) is not ShardTensor or x._dim != dim:
+        return torch.arange(n, device=x.device)
+    s = x._sharding
+    return wrap(torch.arange(s.first, s.first + s.own, device=x.device), s, 0)
 
 
 def _owned_rows(
@@ -174,14 +248,22 @@ ELEMENTWISE = """
 mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
 poisson_nll_loss gaussian_nll_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss
 """
-ROWWISE = """
-cosine_embedding_loss multilabel_soft_margin_loss multilabel_margin_loss multi_margin_loss
-triplet_margin_loss
-"""
+SAMPLES: dict[Any, str] = {
+    F.multi_margin_loss: "input c, target, weight c ->",
+    F.multilabel_margin_loss: "input c, target c ->",
+}
+TERMS: dict[Any, Callable[..., Any]] = {
+    F.cosine_embedding_loss: _cosine_terms,
+    F.multilabel_soft_margin_loss: _multilabel_terms,
+    F.triplet_margin_loss: _triplet_terms,
+    F.triplet_margin_with_distance_loss: _triplet_terms,
+}
 RULES: dict[Any, Rule] = {
     **{f: _elementwise(f) for n in ELEMENTWISE.split() if (f := getattr(F, n, None))},
-    **{f: _rowwise(f) for n in ROWWISE.split() if (f := getattr(F, n, None))},
+    **{f: _of_samples(f, text) for f, text in SAMPLES.items()},
+    **{f: _of_terms(f, terms) for f, terms in TERMS.items()},
     F.l1_loss: l1_loss,
+    F.linear_cross_entropy: linear_cross_entropy,
     F.cross_entropy: _classification(F.cross_entropy),
     F.nll_loss: _classification(F.nll_loss),
 }

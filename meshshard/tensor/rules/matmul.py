@@ -74,7 +74,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """F.linear; if the features are sharded, partial products are all-reduced before the bias."""
     ndim = ndim_of(x)
     if not sharded_in((x, weight)):
-        return F.linear(x, weight) + bias
+        return F.linear(x, weight) + bias  # type: ignore[operator]
     if ndim_of(weight) < 2:
         product = torch.matmul(x, weight)
         return product if bias is None else product + bias

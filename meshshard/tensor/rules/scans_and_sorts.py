@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
@@ -40,8 +41,23 @@ def _along(func: Callable[..., Any]) -> Rule:
     return _rule
 
 
+_glu = _along(F.glu)
+
+
+def glu(x: Any, dim: int = -1) -> Any:
+    """F.glu; along the sharded dim the second half of the rows moves to the first.
+
+    Communication: one all-to-all, forward and backward, if `dim` is sharded.
+    """
+    rows = x.shape[dim]
+    if normalize_dim(dim, ndim_of(x)) != x._dim or rows % 2:
+        return _glu(x, dim)
+    first, second = x.chunk(2, dim)
+    return first * torch.sigmoid(second.redistribute(first._sharding.sizes))
+
+
 ALONG = "sort argsort topk kthvalue median nanmedian mode"
 RULES: dict[Any, Rule] = {
     **{f: _along(f) for f in functions_named(ALONG)},
-    F.glu: _along(F.glu),
+    F.glu: glu,
 }

@@ -209,7 +209,8 @@ def unfold(x: ShardTensor, dimension: int, size: int, step: int) -> ShardTensor:
             local = windows.unfold(dim, size, step)
         else:  # torch refuses windows that are longer than the dim
             local = windows.unsqueeze(-1).expand(*windows.shape, size)
-        return moved_from(x, wrap(local, new, dim))
+        out: ShardTensor = moved_from(x, wrap(local, new, dim))
+        return out
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:
