@@ -1,0 +1,191 @@
+"""Elements and rows of sharded tensors by number: what reads and writes by index are made of.
+
+An element has a number: its row times the number of elements of a row, plus its place in the row,
+so the elements of a rank are consecutive whichever dim is sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshshard.comm.linear import AllToAll, apply
+from meshshard.tensor._torch_private import native
+from meshshard.tensor.align import global_shape, local_shape, narrow_to_owned, ndim_of
+from meshshard.tensor.shard_tensor import ShardTensor, normalize_dim, wrap
+from meshshard.tensor.sharding import Sharding
+from meshshard.tensor.take_rows import take_rows
+
+__all__ = [
+    "checked",
+    "element_numbers",
+    "flat_elements",
+    "renumbered",
+    "rows_at",
+    "to_owners",
+    "unflat",
+]
+
+
+def flat_elements(x: ShardTensor) -> ShardTensor:
+    """The elements in the order of their numbers, sharded; no communication."""
+    old = x._sharding
+    with native():
+        local = x.movedim(x._dim, 0)
+        width = math.prod(local.shape[1:])
+        local = local.reshape(old.own * width)
+        local = local.view_as(local) if local is x else local
+    return wrap(local, Sharding(old.domain, [n * width for n in old.sizes]), 0)
+
+
+def unflat(flat: Tensor, x: ShardTensor) -> ShardTensor:
+    """Local elements in the order of their numbers, as a tensor of the layout of `x`."""
+    with native():
+        shape = list(x.shape)
+        rows = shape.pop(x._dim)
+        return wrap(flat.reshape(rows, *shape).movedim(0, x._dim), x._sharding, x._dim)
+
+
+def element_numbers(x: Any, dim: int, index: Tensor) -> Tensor:
+    """Numbers of the elements that gather and scatter along a dim address; laid out as the index.
+
+    Args:
+        x: the tensor; of a plain one, dim 0 counts as the sharded dim.
+        dim: counted from the left.
+        index: plain or sharded, with numbers along `dim` that are in range.
+    """
+    shape = x.shape
+    row_dim = x._dim if type(x) is ShardTensor else 0
+    at, first = (index._dim, index._sharding.first) if type(index) is ShardTensor else (None, 0)
+
+    def _coordinate(d: int) -> Tensor:
+        if d == dim:
+            return index
+        with native():
+            n = index.shape[d]
+            along = torch.arange(n, device=index.device) + (first if d == at else 0)
+            return along.view([-1 if k == d else 1 for k in range(len(shape))])
+
+    with native():
+        number = _coordinate(row_dim)
+        for d in range(len(shape)):
+            if d != row_dim:
+                number = number * shape[d] + _coordinate(d)
+        number = number.expand(index.shape).contiguous()
+    return wrap(number, index._sharding, index._dim) if type(index) is ShardTensor else number
+
+
+def renumbered(x: Any, index: Tensor) -> Tensor:
+    """Element numbers from indices in the flattened tensor; laid out as the index."""
+    shape = x.shape
+    if type(x) is not ShardTensor or x._dim == 0:
+        return index
+    with native():
+        inner = math.prod(shape[x._dim + 1 :])
+        row, outer = index // inner % shape[x._dim], index // (inner * shape[x._dim])
+        number = (row * math.prod(shape[: x._dim]) + outer) * inner + index % inner
+    return wrap(number, index._sharding, index._dim) if type(index) is ShardTensor else number
+
+
+def checked(index: Tensor, n: int, negative: bool = True) -> Tensor:
+    """Numbers from 0 to n - 1, from numbers that may be negative; laid out as the index.
+
+    Communication: one all-reduce of a flag if the index is sharded.
+
+    Raises:
+        IndexError: on every rank, if a number is out of range on any.
+    """
+    with native():
+        bad = ((index >= n) | (index < (-n if negative else 0))).any().to(torch.int64)
+        if type(index) is ShardTensor:
+            bad = index._sharding.domain.all_reduce(bad, "max")
+        if bad:
+            raise IndexError(f"index out of range: expected numbers from {-n * negative} to {n - 1}")
+        out = torch.where(index < 0, index + n, index) if negative else index.clone()
+        out = out.to(torch.int64)
+    return wrap(out, index._sharding, index._dim) if type(index) is ShardTensor else out
+
+
+def rows_at(x: ShardTensor, index: Tensor) -> Tensor:
+    """Rows of a tensor that is sharded along dim 0, by number: (*index.shape, *x.shape[1:]).
+
+    The result of a sharded index is sharded as the index. That of a plain index with as many
+    numbers along dim 0 as the tensor has rows is sharded as the tensor; that of another plain index
+    is replicated.
+
+    Communication: that of `take_rows`; an all-reduce, forward and backward, if replicated.
+    """
+    old = x._sharding
+    sharding, dim = old, 0
+    if type(index) is ShardTensor:
+        sharding, dim = index._sharding, index._dim
+    elif not index.ndim or index.shape[0] != old.total:
+        with native():
+            shape = (*index.shape, *x.shape[1:])
+            return _replicated(x, index.reshape(-1)).reshape(shape)
+    with native():
+        rows = index if type(index) is ShardTensor else narrow_to_owned(index, old, 0)
+        shape = (*rows.shape, *x.shape[1:])
+        rows = rows.reshape(-1).view(-1).to(x.device)
+        taken = take_rows(x, rows, old)
+        new = sharding if sharding is not old else _moved(old, rows)
+        return wrap(taken.reshape(shape), new, dim)
+
+
+def _moved(old: Sharding, rows: Tensor) -> Sharding:
+    """The same sizes; a row keeps its row in the source, which keys random numbers."""
+    if old.origin is None or len(rows) != old.own:
+        return Sharding(old.domain, old.sizes)
+    source = take_rows(wrap(old.sources(rows.device).clone(), old, 0), rows, old)
+    return Sharding(old.domain, old.sizes, source.view_as(source).detach())
+
+
+def _replicated(x: ShardTensor, rows: Tensor) -> Tensor:
+    """Rows on every rank: each rank fills in its rows, an all-reduce adds them."""
+    sharding = x._sharding
+    local_rows = rows.to(x.device) - sharding.first
+    mine = (local_rows >= 0) & (local_rows < sharding.own)
+    local = x.index_select(0, local_rows[mine])
+    values = local.to(torch.uint8) if x.dtype == torch.bool else local
+    whole = values.new_zeros((len(rows), *x.shape[1:]))
+    whole = whole.index_add(0, torch.nonzero(mine)[:, 0], values)
+    return sharding.domain.all_reduce(whole).to(x.dtype)
+
+
+def to_owners(
+    sharding: Sharding, rows: Tensor, values: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Numbers of rows and a value for each, to the owners of the rows.
+
+    Args:
+        sharding: of the rows.
+        rows: (n,) global numbers: sharded, or plain and the same on every rank.
+        values: (n, …) tensors, sharded as the numbers or plain as they are.
+
+    Returns:
+        Local numbers of owned rows, and their values, in the order of the numbers.
+
+    Communication: none for plain numbers; else one all-to-all of counts, one of the numbers, and
+    one for each value forward and backward.
+    """
+    domain = sharding.domain
+    with native():
+        if type(rows) is not ShardTensor:
+            mine = (rows >= sharding.first) & (rows < sharding.first + sharding.own)
+            chosen = torch.nonzero(mine)[:, 0]
+            return rows[chosen] - sharding.first, [v.index_select(0, chosen) for v in values]
+        if domain.size == 1:
+            return rows.view(-1).view_as(rows), [v.view_as(v) for v in values]
+        ends = torch.tensor(sharding.sizes, device=rows.device).cumsum(0)
+        owner = torch.searchsorted(ends, rows, right=True)
+        order = torch.argsort(owner, stable=True)
+        send = torch.bincount(owner, minlength=domain.size).tolist()
+        mine, receive = domain.route(rows[order], send)
+        op = AllToAll(domain, tuple(send), tuple(receive))
+        return mine - sharding.first, [apply(op, v.index_select(0, order)) for v in values]
+
+
