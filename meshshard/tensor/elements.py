@@ -15,8 +15,8 @@ from torch import Tensor
 
 from meshshard.comm.linear import AllToAll, apply
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import global_shape, local_shape, narrow_to_owned, ndim_of
-from meshshard.tensor.shard_tensor import ShardTensor, normalize_dim, wrap
+from meshshard.tensor.align import narrow_to_owned
+from meshshard.tensor.shard_tensor import ShardTensor, wrap
 from meshshard.tensor.sharding import Sharding
 from meshshard.tensor.take_rows import take_rows
 
@@ -26,6 +26,7 @@ __all__ = [
     "flat_elements",
     "renumbered",
     "rows_at",
+    "sharded_if_long",
     "to_owners",
     "unflat",
 ]
@@ -104,7 +105,8 @@ def checked(index: Tensor, n: int, negative: bool = True) -> Tensor:
         if type(index) is ShardTensor:
             bad = index._sharding.domain.all_reduce(bad, "max")
         if bad:
-            raise IndexError(f"index out of range: expected numbers from {-n * negative} to {n - 1}")
+            least = -n if negative else 0
+            raise IndexError(f"index out of range: expected numbers from {least} to {n - 1}")
         out = torch.where(index < 0, index + n, index) if negative else index.clone()
         out = out.to(torch.int64)
     return wrap(out, index._sharding, index._dim) if type(index) is ShardTensor else out
@@ -113,35 +115,34 @@ def checked(index: Tensor, n: int, negative: bool = True) -> Tensor:
 def rows_at(x: ShardTensor, index: Tensor) -> Tensor:
     """Rows of a tensor that is sharded along dim 0, by number: (*index.shape, *x.shape[1:]).
 
-    The result of a sharded index is sharded as the index. That of a plain index with as many
-    numbers along dim 0 as the tensor has rows is sharded as the tensor; that of another plain index
-    is replicated.
+    The result of a sharded index is sharded as the index, that of a plain one is replicated.
 
     Communication: that of `take_rows`; an all-reduce, forward and backward, if replicated.
     """
-    old = x._sharding
-    sharding, dim = old, 0
-    if type(index) is ShardTensor:
-        sharding, dim = index._sharding, index._dim
-    elif not index.ndim or index.shape[0] != old.total:
-        with native():
-            shape = (*index.shape, *x.shape[1:])
-            return _replicated(x, index.reshape(-1)).reshape(shape)
     with native():
-        rows = index if type(index) is ShardTensor else narrow_to_owned(index, old, 0)
-        shape = (*rows.shape, *x.shape[1:])
-        rows = rows.reshape(-1).view(-1).to(x.device)
-        taken = take_rows(x, rows, old)
-        new = sharding if sharding is not old else _moved(old, rows)
-        return wrap(taken.reshape(shape), new, dim)
+        shape = (*index.shape, *x.shape[1:])
+        rows = index.reshape(-1).view(-1).to(x.device)
+        if type(index) is not ShardTensor:
+            return _replicated(x, rows).reshape(shape)
+        taken = take_rows(x, rows, x._sharding).reshape(shape)
+    return wrap(taken, index._sharding, index._dim)
 
 
-def _moved(old: Sharding, rows: Tensor) -> Sharding:
-    """The same sizes; a row keeps its row in the source, which keys random numbers."""
-    if old.origin is None or len(rows) != old.own:
-        return Sharding(old.domain, old.sizes)
-    source = take_rows(wrap(old.sources(rows.device).clone(), old, 0), rows, old)
-    return Sharding(old.domain, old.sizes, source.view_as(source).detach())
+def sharded_if_long(index: Tensor, like: Sharding, dim: int = 0) -> Tensor:
+    """A plain index with as many numbers along a dim as there are rows, sharded as the rows.
+
+    Random numbers are keyed by the row in the source: a row keeps the one it has.
+
+    Communication: that of `take_rows` if the rows have sources and the index is a plain row list.
+    """
+    if type(index) is ShardTensor or index.ndim <= dim or index.shape[dim] != like.total:
+        return index
+    owned = narrow_to_owned(index, like, dim)
+    origin = None
+    if like.origin is not None and index.ndim == 1:
+        numbers = wrap(like.sources(index.device).clone(), like, 0)
+        origin = take_rows(numbers, owned, like).to_local().detach()
+    return wrap(owned.clone(), Sharding(like.domain, like.sizes, origin), dim)
 
 
 def _replicated(x: ShardTensor, rows: Tensor) -> Tensor:
@@ -187,5 +188,3 @@ def to_owners(
         mine, receive = domain.route(rows[order], send)
         op = AllToAll(domain, tuple(send), tuple(receive))
         return mine - sharding.first, [apply(op, v.index_select(0, order)) for v in values]
-
-

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.errors import n_of
@@ -17,10 +17,12 @@ from meshshard.tensor.align import (
     ndim_of,
     require_same_sharding,
 )
+from meshshard.tensor.elements import checked, rows_at, sharded_if_long, unflat
 from meshshard.tensor.layout import as_layout
-from meshshard.tensor.plain_edges import check_plain_edges
-from meshshard.tensor.row_copy import row_copy
-from meshshard.tensor.rules.table import named
+from meshshard.tensor.row_copy import plain, row_copy
+from meshshard.tensor.rules.row_reads import rows_of
+from meshshard.tensor.rules.row_writes import add_rows, copy_rows, on_plain, write_elements
+from meshshard.tensor.rules.table import in_place, named
 from meshshard.tensor.rules.views import apply_and_follow
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -42,36 +44,88 @@ GET, SET = "Tensor.__getitem__", "Tensor.__setitem__"
 def getitem(x: Any, index: Any) -> Any:
     """x[index]: rows by an int, a slice, a mask or row numbers; other dims by any index.
 
-    A plain table indexed by sharded row numbers gives sharded rows.
+    Rows by sharded row numbers are sharded as these. Rows by as many plain row numbers as there are
+    rows (a permutation or a resampling) are sharded as `x`, those by other plain row numbers are
+    replicated.
     """
-    if type(x) is not ShardTensor:
-        if type(index) is ShardTensor and not _is_mask(index):
-            with native():
-                return wrap(x[index], index._sharding, index._dim)
-        raise refuse(GET, (x, index), None, "a plain tensor is indexed by a sharded mask")
     items = [_as_index(x, i) for i in (index if isinstance(index, tuple) else (index,))]
+    if type(x) is not ShardTensor:
+        return _plain_at(x, items)
     if len(items) == 1 and _is_mask(items[0]) and items[0].dim() == ndim_of(x) > 1:
         return masked_select(x, items[0])
-    items, row = _per_dim(x, items)
-    row_index = items[row]
-    items[row] = ALL
+    items, row = _per_dim(x, [i for item in items for i in _per_mask_dim(item)])
+    row_index, basic = items[row], all(_is_basic(i) for n, i in enumerate(items) if n != row)
     if row_index is None or (isinstance(row_index, slice) and row_index == ALL):
         return _other_dims(x, items)
+    items[row] = ALL
     if isinstance(row_index, int):
         items[row] = 0
         return _one_row(x, row_index)[tuple(items)]
     if isinstance(row_index, slice):
         return _other_dims(_row_slice(x, row_index), items)
-    if not all(i is None or isinstance(i, (int, slice)) for i in items):
-        why = "the rows and another dim are indexed by tensors at once"
-        raise refuse(GET, (x, index), None, why)
     row_index = torch.as_tensor(row_index) if isinstance(row_index, list) else row_index
-    if _is_mask(row_index):
+    if basic and _is_mask(row_index):
         return _other_dims(_masked_rows(x, row_index), items)
-    return index_select(x, x._dim, row_index)[tuple(items)]
+    items[row] = _numbers(row_index)
+    return _by_tensors(x, items, row)
 
 
-def _as_index(x: ShardTensor, index: Any) -> Any:
+def _is_basic(index: Any) -> bool:
+    return index is None or isinstance(index, (int, slice))
+
+
+def _plain_at(x: Tensor, items: list[Any]) -> ShardTensor:
+    """A plain tensor indexed by sharded row numbers: sharded as these."""
+    if Ellipsis in [i for i in items if not isinstance(i, Tensor)]:
+        dots = next(n for n, i in enumerate(items) if i is Ellipsis)
+        n = ndim_of(x) - sum(i is not None for i in items) + 1
+        items = [*items[:dots], *[ALL] * n, *items[dots + 1 :]]
+    items = [_numbers(i) for i in items]
+    at = [n for n, i in enumerate(items) if isinstance(i, Tensor)]
+    kept = [n for n, i in enumerate(items) if not isinstance(i, int)]
+    given, first, back = align_broadcast(GET, [items[n] for n in at])
+    place = [kept.index(n) for n in at]
+    front = place[0] if place == list(range(place[0], place[-1] + 1)) else 0
+    ndim = max(map(ndim_of, given))
+    for n, index in zip(at, given, strict=True):
+        items[n] = index
+    with native():
+        return wrap(x[tuple(items)], first._sharding, front + ndim - back)
+
+
+def _by_tensors(x: ShardTensor, items: list[Any], row: int) -> Any:
+    """The rows, and maybe other dims, by tensors of numbers that broadcast."""
+    basic = [i if _is_basic(i) else ALL for i in items]
+    y = _other_dims(x, basic)
+    kept = [i for i in items if not isinstance(i, int)]
+    at = [n for n, i in enumerate(kept) if not _is_basic(i)]
+    row = at.index(y._dim)
+    indices = [_numbers(torch.as_tensor(kept[n]).to(x.device)) for n in at]
+    if len(at) == 1:
+        return rows_of(y, at[0], indices[0])
+    numbers = [checked(i, y.shape[n]) for n, i in zip(at, indices, strict=True)]
+    order = [row, *(k for k in range(len(at)) if k != row)]
+    number = numbers[row]
+    for k in order[1:]:
+        number = number * y.shape[at[k]] + numbers[k]
+    rest = [d for d in range(ndim_of(y)) if d not in at]
+    table: Any = y.permute([at[k] for k in order] + rest)
+    out = rows_at(_flattened(table, len(at)), sharded_if_long(number, x._sharding))
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    n = ndim_of(number)
+    return out.movedim(tuple(range(n)), tuple(range(first, first + n)))
+
+
+def _flattened(x: ShardTensor, n: int) -> ShardTensor:
+    """The first n dims as one; the first of all is sharded."""
+    old = x._sharding
+    with native():
+        width = math.prod(x.shape[1:n])
+        local = x.reshape(old.own * width, *x.shape[n:])
+        return wrap(local, Sharding(old.domain, [size * width for size in old.sizes]), 0)
+
+
+def _as_index(x: Any, index: Any) -> Any:
     """One index: a NumPy array as a tensor, a tensor without dims as an int."""
     index = torch.as_tensor(index) if type(index).__module__ == "numpy" else index
     if isinstance(index, bool) or (isinstance(index, Tensor) and index.dim() == 0):
@@ -104,9 +158,7 @@ def _other_dims(x: ShardTensor, items: list[Any]) -> ShardTensor:
     """Index dims other than the sharded one."""
     if all(isinstance(i, slice) and i == ALL for i in items):
         return x
-    if any(type(i) is ShardTensor for i in items):
-        why = "a dim other than the sharded one is indexed by a sharded tensor: see torch.gather"
-        raise refuse(GET, (x,), None, why)
+    items = [i.gather() if type(i) is ShardTensor else i for i in items]
     if all(i is None or isinstance(i, (int, slice)) for i in items):
         real = [n for n, i in enumerate(items) if i is not None]
         dim = sum(not isinstance(i, int) for i in items[: real[x._dim]])
@@ -118,7 +170,14 @@ def _other_dims(x: ShardTensor, items: list[Any]) -> ShardTensor:
 
 def _numbers(item: Any) -> Any:
     """The numbers of what a mask of one dim selects; another index as it is."""
+    item = torch.as_tensor(item) if isinstance(item, list) else item
     return torch.nonzero(item)[:, 0] if _is_mask(item) and item.dim() == 1 else item
+
+
+def _per_mask_dim(item: Any) -> tuple[Any, ...]:
+    """The numbers in each dim of what a mask of several dims selects; another index as it is."""
+    many = _is_mask(item) and item.dim() > 1
+    return torch.nonzero(item, as_tuple=True) if many else (item,)
 
 
 # ----------------------------------------------------------------------------------------- rows
@@ -149,7 +208,8 @@ def _local_slice(rows: range, first: int, n: int) -> slice:
 def _one_row(x: ShardTensor, row: int) -> Tensor:
     """One global row, replicated; the sharded dim is kept, with size 1."""
     row, sharding = _checked_row(x, row), x._sharding
-    copy = _rows_by_number(x, torch.tensor([row]))
+    moved: Any = x.movedim(x._dim, 0)
+    copy = rows_at(moved, torch.tensor([row])).movedim(0, x._dim)
     mine = sharding.first <= row < sharding.first + sharding.own
     with native():
         return row_copy(copy, x.narrow(x._dim, row - sharding.first if mine else 0, int(mine)))
@@ -167,48 +227,12 @@ def _checked_row(x: ShardTensor, row: int) -> int:
     return row % total
 
 
-def _rows_by_number(x: ShardTensor, rows: Tensor) -> Tensor:
-    """Global rows by number, replicated: each rank fills in its rows, an all-reduce adds them."""
-    sharding = x._sharding
-    with native():
-        local_rows = rows.to(x.device) - sharding.first
-        mine = (local_rows >= 0) & (local_rows < sharding.own)
-        local = x.index_select(x._dim, local_rows[mine])
-        shape = list(x.shape)
-        shape[x._dim] = len(rows)
-        values = local.to(torch.uint8) if x.dtype == torch.bool else local
-        whole = values.new_zeros(shape).index_add(x._dim, torch.nonzero(mine)[:, 0], values)
-        return sharding.domain.all_reduce(whole).to(x.dtype)
-
-
-def index_select(x: Any, dim: int, index: Any) -> Any:
-    """torch.index_select; rows selected by plain row numbers are replicated.
-
-    A plain table indexed by sharded row numbers gives sharded rows.
-    """
-    if type(x) is not ShardTensor:
-        with native():
-            out = torch.index_select(x, dim, index)
-        return wrap(out, index._sharding, normalize_dim(dim, x.ndim))
-    dim = normalize_dim(dim, ndim_of(x))
-    if type(index) is ShardTensor:
-        why = "the row numbers are sharded; gather them"
-        raise refuse(torch.index_select, (x, index), None, why)
-    if dim != x._dim:
-        return apply_local(torch.index_select, x, (dim, index))
-    total = x._sharding.total
-    if len(index) and not (-total <= int(index.min()) and int(index.max()) < total):
-        raise IndexError(f"index out of range for {total} rows")
-    if index.ndim != 1:
-        raise refuse(GET, (x,), None, f"row numbers of shape {tuple(index.shape)}; flatten them")
-    check_plain_edges(x, index)
-    return _rows_by_number(x, torch.where(index < 0, index + total, index))
-
-
 def _masked_rows(x: ShardTensor, mask: Tensor) -> ShardTensor:
     """Rows where a mask is true."""
     old = x._sharding
     if type(mask) is ShardTensor:
+        if ndim_of(mask) == 1 and mask.shape[0] == old.total and mask._sharding != old:
+            mask = mask.redistribute(old.sizes)
         require_same_sharding("boolean mask", (x, mask))
         if ndim_of(mask) != 1:
             raise refuse("boolean mask", (x, mask), None, "a mask of rows must have one dim")
@@ -268,24 +292,49 @@ def select(x: ShardTensor, dim: int, index: int) -> Any:
 
 # ------------------------------------------------------------------------------- x[index] = value
 def setitem(x: Any, index: Any, value: Any) -> None:
-    """x[index] = value, in place on owned rows."""
-    if type(x) is not ShardTensor:
-        why = "a plain tensor cannot be changed in place by a sharded one"
-        raise refuse(SET, (x, index, value), None, why)
+    """x[index] = value, in place: owned rows by slices and masks, any elements by numbers.
+
+    Communication: none for an int, slices, and masks that set one number; that of `write` else.
+    """
     items = [_as_index(x, i) for i in (index if isinstance(index, tuple) else (index,))]
+    if type(x) is not ShardTensor:
+        out = index_put(x.clone(), tuple(items), value)
+        with native():
+            x.copy_(out)
+        return
     full_mask = len(items) == 1 and _is_mask(items[0]) and items[0].dim() == ndim_of(x)
-    if full_mask and not (type(value) is ShardTensor and ndim_of(x) == 1):
+    one = not isinstance(value, Tensor) or (type(value) is Tensor and value.numel() == 1)
+    if full_mask and one:
         masked = _owned_part(items[0], x)
         with native():
-            x[masked] = _require_scalar(x, value)
+            x[masked] = value
         return
-    items, row = _per_dim(x, items)
+    if not (full_mask and ndim_of(x) > 1):
+        items, row = _per_dim(x, [i for item in items for i in _per_mask_dim(item)])
+        if _is_local(x, items, row, value):
+            _set_local(x, items, row, value)
+            return
+    out = index_put(x.clone(), tuple(items), value)
+    with native():
+        x.copy_(out)
+
+
+def _is_local(x: ShardTensor, items: list[Any], row: int, value: Any) -> bool:
+    """Whether each rank sets its own rows, by what it has."""
+    if any(type(i) is ShardTensor for n, i in enumerate(items) if n != row):
+        return False
+    if isinstance(items[row], slice):
+        same = type(value) is not ShardTensor or value._sharding == x._sharding
+        return same and (items[row] == ALL or type(value) is not ShardTensor)
+    others = all(_is_basic(i) for n, i in enumerate(items) if n != row)
+    return (isinstance(items[row], int) or (_is_mask(items[row]) and others)) and (
+        not isinstance(value, Tensor) or (type(value) is Tensor and value.numel() == 1)
+    )
+
+
+def _set_local(x: ShardTensor, items: list[Any], row: int, value: Any) -> None:
     _check_value(x, items, value)
-    if type(value) is ShardTensor and _is_mask(items[row]) and items[row].dim() == 1:
-        ndim = ndim_of(x) - sum(isinstance(i, int) for i in items)
-        items[row] = _checked_mask(x, _owned_part(items[row], x), value, ndim)
-    else:
-        items[row], value = _local_target(x, items[row], value)
+    items[row], value = _local_target(x, items[row], value)
     with native():
         x[tuple(items)] = value
 
@@ -309,22 +358,6 @@ def _check_value(x: ShardTensor, items: list[Any], value: Any) -> None:
         )
 
 
-def _checked_mask(x: ShardTensor, mask: Tensor, value: ShardTensor, ndim: int) -> Tensor:
-    """The local mask; raise unless it selects as many rows as the value has on each rank.
-
-    Communication: one gather of objects.
-    """
-    sharding = value._sharding
-    with native():
-        local_mask = mask.view_as(mask)
-    sizes = x._sharding.domain.share(int(local_mask.sum()))
-    same = sharding.domain.group == x._sharding.domain.group and sharding.sizes == tuple(sizes)
-    if not same or x._dim != 0 or value._dim != 0 or ndim_of(value) != ndim:
-        why = f"the mask selects {sizes} rows; expected a value of {ndim} dims with these sizes"
-        raise refuse(SET, (x, value), None, why)
-    return local_mask
-
-
 def _local_target(x: ShardTensor, row_index: Any, value: Any) -> tuple[Any, Any]:
     """The owned rows to set, and this rank's part of the value."""
     if isinstance(row_index, slice):
@@ -333,13 +366,10 @@ def _local_target(x: ShardTensor, row_index: Any, value: Any) -> tuple[Any, Any]
         value = _owned_part(value, part) if isinstance(value, Tensor) else value
         rows = range(*row_index.indices(x._sharding.total))
         return (ALL if whole else _local_slice(rows, x._sharding.first, x._sharding.own)), value
-    value = _require_scalar(x, value)
     if isinstance(row_index, int):
         row = _checked_row(x, row_index) - x._sharding.first
         return slice(row, row + 1) if 0 <= row < x._sharding.own else slice(0, 0), value
-    if _is_mask(row_index) and row_index.dim() == 1:
-        return _owned_part(row_index, x), value
-    raise refuse(SET, (x,), None, "rows cannot be set by row numbers: use a slice or a mask")
+    return _owned_part(row_index, x), value
 
 
 def _owned_part(value: Tensor, x: ShardTensor) -> Tensor:
@@ -355,39 +385,35 @@ def _owned_part(value: Tensor, x: ShardTensor) -> Tensor:
     return value
 
 
-def _require_scalar(x: ShardTensor, value: Any) -> Any:
-    if type(value) is ShardTensor or (isinstance(value, Tensor) and value.numel() != 1):
-        raise refuse(SET, (x, value), None, "selected elements can only be set to one number")
-    return value
+def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """torch.index_put: x with values at indices, which may be those of x[indices].
 
+    Of several values for an element the last counts; with `accumulate`, they are added.
 
-# ----------------------------------------------------------------------------------------- tables
-def one_hot(x: ShardTensor, num_classes: int = -1) -> ShardTensor:
-    """F.one_hot; by default with the global number of classes."""
-    classes = num_classes if num_classes >= 0 else int(torch.amax(x)) + 1
-    return apply_local(F.one_hot, x, (classes,))
-
-
-def take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
-    """torch.take_along_dim along a dim other than the sharded one."""
-    (x, indices), first, back = align_broadcast(torch.take_along_dim, (x, indices))
-    at, ndim = ndim_of(first) - back, ndim_of(x)
-    if dim is None or ndim != ndim_of(indices) or normalize_dim(dim, ndim) == at:
-        why = "expected a dim other than the sharded one, and tensors with the same number of dims"
-        raise refuse(torch.take_along_dim, (x, indices), None, why)
+    Communication: that of x[indices] for numbers, and that of `write`.
+    """
+    indices = tuple(ALL if i is None else i for i in indices)
+    if type(x) is not ShardTensor:
+        return on_plain(
+            x, 0, (indices, values), lambda y: index_put(y, indices, values, accumulate)
+        )
+    shape = (x._sharding.own, math.prod(global_shape(x)) // max(x._sharding.total, 1))
     with native():
-        return wrap(torch.take_along_dim(x, indices, dim), first._sharding, at)
+        first = x._sharding.first * shape[1]
+        ids = torch.arange(first, first + math.prod(shape), device=x.device)
+    chosen = getitem(unflat(ids, x), indices)
+    op = add_rows if accumulate else copy_rows
+    return write_elements(x, plain(chosen), values, op)
 
 
 RULES: dict[Any, Rule] = {
     Tensor.__getitem__: getitem,
     Tensor.__setitem__: setitem,
     **named({
-        "index_select": index_select,
         "masked_select": masked_select,
         "narrow": narrow,
         "select": select,
-        "take_along_dim": take_along_dim,
-        "one_hot": one_hot,
+        "index_put": index_put,
+        "index_put_": in_place(index_put),
     }),
 }  # fmt: skip

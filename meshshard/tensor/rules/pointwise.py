@@ -111,10 +111,9 @@ _where = pointwise(torch.where)
 
 
 def where(*args: Any, **kwargs: Any) -> Any:
-    """torch.where of three arguments; with a condition alone it returns row numbers."""
+    """torch.where of three arguments; with a condition alone, its nonzero."""
     if len(args) == 1 and not kwargs:
-        why = "with a condition alone it returns row numbers; x[condition] selects the rows"
-        raise refuse(torch.where, args, None, why)
+        return torch.nonzero(args[0], as_tuple=True)
     return _where(*args, **kwargs)
 
 

@@ -9,18 +9,35 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import global_shape, narrow_to_owned, ndim_of
-from meshshard.tensor.elements import checked, element_numbers, flat_elements, renumbered, rows_at
+from meshshard.tensor.align import global_shape, ndim_of
+from meshshard.tensor.elements import (
+    checked,
+    element_numbers,
+    flat_elements,
+    renumbered,
+    rows_at,
+    sharded_if_long,
+)
 from meshshard.tensor.plain_edges import check_plain_edges
 from meshshard.tensor.rules.table import functions_named, named
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, normalize_dim, refuse, wrap
+from meshshard.tensor.shard_tensor import (
+    Rule,
+    ShardTensor,
+    apply_local,
+    normalize_dim,
+    refuse,
+    wrap,
+)
 
 
 def rows_of(x: ShardTensor, dim: int, index: Tensor) -> Tensor:
     """Rows along the sharded dim; the index may have several dims, which replace that dim."""
-    ndim = index.ndim
-    check_plain_edges(x, index)
-    out = rows_at(x.movedim(dim, 0), checked(index, x.shape[dim]))
+    ndim = ndim_of(index)
+    if type(index) is not ShardTensor:
+        check_plain_edges(x, index)
+    index = sharded_if_long(checked(index, x.shape[dim]), x._sharding)
+    moved: Any = x.movedim(dim, 0)
+    out = rows_at(moved, index)
     return out.movedim(tuple(range(ndim)), tuple(range(dim, dim + ndim)))
 
 
@@ -54,13 +71,12 @@ def gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     """
     dim = normalize_dim(dim, ndim_of(x))
     _require_fits(x, dim, index)
+    if ndim_of(index) != ndim_of(x):  # the index is empty, or x has no dim
+        return x.new_empty(index.shape) + x.sum() * 0 if 0 in index.shape else x.expand(index.shape)
     index = checked(index, x.shape[dim] if ndim_of(x) else 1, negative=False)
     if type(x) is not ShardTensor:
         return _gather_plain(x, dim, index)
-    if type(index) is not ShardTensor and index.shape[x._dim] == x._sharding.total:
-        with native():
-            owned = narrow_to_owned(index, x._sharding, x._dim)
-            index = wrap(owned.view_as(owned), x._sharding, x._dim)
+    index = sharded_if_long(index, x._sharding, x._dim)
     if dim != x._dim and _lined_up(x, index):
         return apply_local(torch.gather, x, (dim, index))
     return rows_at(flat_elements(x), element_numbers(x, dim, index))
@@ -73,20 +89,20 @@ def _require_fits(x: Any, dim: int, index: Any) -> None:
         RuntimeError: the index has another number of dims, or is larger than the tensor.
     """
     shape, given = tuple(x.shape), tuple(index.shape)
+    if 0 in given:
+        return
     fits = all(n <= m or d == dim for d, (n, m) in enumerate(zip(given, shape, strict=False)))
-    if len(shape) != len(given) and min(len(shape), len(given)) > 0 or not fits:
+    if (len(shape) != len(given) and min(len(shape), len(given)) > 0) or not fits:
         raise RuntimeError(f"index of shape {given} does not fit a tensor of shape {shape}")
 
 
 def _lined_up(x: ShardTensor, index: Any) -> bool:
     """Whether two tensors have the same sharded dim and sizes."""
-    return (
-        type(index) is ShardTensor and index._dim == x._dim and index._sharding == x._sharding
-    )
+    return type(index) is ShardTensor and index._dim == x._dim and index._sharding == x._sharding
 
 
 def _gather_plain(x: Tensor, dim: int, index: ShardTensor) -> ShardTensor:
-    """gather from a plain tensor, by a sharded index."""
+    """Gather from a plain tensor, by a sharded index."""
     at, sharding = index._dim, index._sharding
     with native():
         if dim != at:
@@ -97,10 +113,11 @@ def _gather_plain(x: Tensor, dim: int, index: ShardTensor) -> ShardTensor:
 def take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
     """torch.take_along_dim: gather after broadcasting; without a dim, of flattened tensors."""
     if dim is None:
-        return gather(torch.flatten(x), 0, torch.flatten(indices))
+        return gather(torch.flatten(x), 0, torch.flatten(checked(indices, x.shape.numel())))
     if ndim_of(x) != ndim_of(indices):
         raise RuntimeError("take_along_dim(): input and indices should have the same dims")
     dim = normalize_dim(dim, ndim_of(x))
+    indices = checked(indices, x.shape[dim])
     shape = list(torch.broadcast_shapes(_without(x, dim), _without(indices, dim)))  # type: ignore[no-untyped-call]
     x_shape, index_shape = list(shape), list(shape)
     x_shape[dim], index_shape[dim] = x.shape[dim], indices.shape[dim]

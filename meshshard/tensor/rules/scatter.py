@@ -1,4 +1,4 @@
-"""Rules of gather and scatter: along other dims, or sums of sharded rows by group.
+"""Rules of scatter: sums and extremes of sharded rows by group, and writes in any sharding.
 
 PyG's `scatter` calls them in its norms and global pools: every row has the index of a group, and
 the groups are replicated (the tokens mechanism).
@@ -6,7 +6,6 @@ the groups are replicated (the tokens mechanism).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,32 +14,13 @@ from torch import Tensor
 from meshshard.comm import Domain
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import narrow_to_owned, ndim_of, require_same_sharding
+from meshshard.tensor.rules.row_writes import changing, scattered
 from meshshard.tensor.rules.table import functions_named
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, normalize_dim, refuse, sharded_in, wrap
+from meshshard.tensor.shard_tensor import Rule, ShardTensor, normalize_dim
 from meshshard.tensor.tokens import reduce_tokens
 
-
-def _along_other_dims(func: Callable[..., Any], tensors_at: Sequence[int]) -> Rule:
-    """The rule of a function along a dim other than the sharded one, all arguments sharded."""
-
-    def _rule(x: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
-        every = [x, *args, *kwargs.values()]
-        first = require_same_sharding(func, every)
-        tensors = [
-            a for a in (x, *(args[i] for i in tensors_at if i < len(args))) if isinstance(a, Tensor)
-        ]
-        dim = normalize_dim(dim, ndim_of(first))
-        if dim == first._dim or len(sharded_in(every)) < len(tensors):
-            why = "it acts along the sharded dim, or an argument is plain"
-            raise refuse(func, every, None, why)
-        with native():
-            return wrap(func(x, dim, *args, **kwargs), first._sharding, first._dim)
-
-    return _rule
-
-
-_add_along_other_dims = _along_other_dims(Tensor.scatter_add, (0, 1))
-_add_along_other_dims_ = _along_other_dims(Tensor.scatter_add_, (0, 1))
+_add = scattered(Tensor.scatter_add)
+_reduce = scattered(Tensor.scatter_reduce)
 
 
 def scatter_add_(x: Any, dim: int, index: Any, src: Any) -> Any:
@@ -50,7 +30,7 @@ def scatter_add_(x: Any, dim: int, index: Any, src: Any) -> Any:
     """
     src = _sharded_source(index, src, dim)
     if not _reduces_rows(x, dim, index, src):
-        return _add_along_other_dims_(x, dim, index, src)
+        return changing(_add)(x, dim, index, src)
     with native():
         sums = torch.zeros_like(x).scatter_add(dim, index, src)
         return x.add_(reduce_tokens(src._sharding.domain, sums))
@@ -59,7 +39,7 @@ def scatter_add_(x: Any, dim: int, index: Any, src: Any) -> Any:
 def scatter_add(x: Any, dim: int, index: Any, src: Any) -> Any:
     """As `scatter_add_`, out of place."""
     if not _reduces_rows(x, dim, index, _sharded_source(index, src, dim)):
-        return _add_along_other_dims(x, dim, index, src)
+        return _add(x, dim, index, src)
     return scatter_add_(x.clone(), dim, index, src)
 
 
@@ -70,16 +50,9 @@ def scatter_reduce_(
 
     Communication: one all-reduce of the extremes, one of the ties and one backward.
     """
-    given = (x, index, src)
-    if not _reduces_rows(x, dim, index, src):
-        why = "expected a plain tensor, and rows and their groups sharded along dim"
-        raise refuse(Tensor.scatter_reduce_, given, None, why)
-    if reduce not in ("amax", "amin") or include_self:
-        why = (
-            "expected 'amax' or 'amin' with include_self=False, got "
-            f"{reduce!r} with include_self={include_self}"
-        )
-        raise refuse(Tensor.scatter_reduce_, given, None, why)
+    groups = reduce in ("amax", "amin") and not include_self and x.is_floating_point()
+    if not (groups and _reduces_rows(x, dim, index, src)):
+        return changing(_reduce)(x, dim, index, src, reduce, include_self=include_self)
     sign = 1 if reduce == "amax" else -1
     with native():
         return x.copy_(_largest(x, dim, index, src * sign, src._sharding.domain) * sign)
@@ -121,8 +94,7 @@ def _reduces_rows(x: Any, dim: int, index: Any, src: Any) -> bool:
 
 
 RULES: dict[Any, Rule] = {
-    **{f: _along_other_dims(f, (0,)) for f in functions_named("gather")},
-    **{f: _along_other_dims(f, (0, 1)) for f in functions_named("scatter scatter_ scatter_reduce")},
+    **dict.fromkeys(functions_named("scatter_reduce"), _reduce),
     **dict.fromkeys((Tensor.scatter_add, torch.scatter_add), scatter_add),
     Tensor.scatter_add_: scatter_add_,
     Tensor.scatter_reduce_: scatter_reduce_,
