@@ -32,9 +32,11 @@ from meshshard.tensor.rules import (
     row_writes,
     rows,
     scans,
-    scans_and_sorts,
     scatter,
+    selections,
+    sorts,
     transforms,
+    uniques,
     views,
 )
 from meshshard.tensor.shard_tensor import Rule
@@ -44,7 +46,6 @@ __all__ = ["FAMILIES"]
 FAMILIES: dict[str, dict[Any, Rule]] = {
     "pointwise": pointwise.RULES,
     "reductions": reductions.RULES,
-    "scans_and_sorts": scans_and_sorts.RULES,
     "matmul": matmul.RULES,
     "linalg": linalg.RULES,
     "transforms": transforms.RULES,
@@ -57,6 +58,9 @@ FAMILIES: dict[str, dict[Any, Rule]] = {
     "numeric": numeric.RULES,
     "indexing": indexing.RULES,
     "row_reads": row_reads.RULES,
+    "sorts": sorts.RULES,
+    "selections": selections.RULES,
+    "uniques": uniques.RULES,
     "counts": counts.RULES,
     "row_writes": row_writes.RULES,
     "scatter": scatter.RULES,

@@ -58,17 +58,18 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Tensor:
     weights = _weights(x, weights)
     with native():
         local = torch.bincount(x, weights, max(n, minlength))
-        if weights is not None and x._sharding.total:  # torch counts no rows as integers
-            local = local.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
-        counts: Tensor = x._sharding.domain.all_reduce(local)
+        kind = torch.bincount(x.new_zeros(1), None if weights is None else weights.new_ones(1))
+        counts: Tensor = x._sharding.domain.all_reduce(local.to(kind.dtype if n else torch.int64))
         return counts
 
 
-def _limits(x: ShardTensor, low: float, high: float) -> tuple[float, float]:
-    """The range of a histogram: by default that of the values."""
-    if low == high and global_shape(x).numel():
+def _limits(x: ShardTensor, low: float, high: float, margin: float) -> tuple[float, float]:
+    """The range of a histogram: by default that of the values, wider if it is a single number."""
+    if low == high:
+        if not global_shape(x).numel():
+            return 0.0, 1.0
         low, high = float(torch.amin(x)), float(torch.amax(x))
-    return (low, high) if low != high else (low - 1, high + 1)
+    return (low, high) if low != high else (low - margin, high + margin)
 
 
 def histc(x: ShardTensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # noqa: A002
@@ -76,7 +77,7 @@ def histc(x: ShardTensor, bins: int = 100, min: float = 0, max: float = 0) -> Te
 
     Communication: one all-reduce of the counts; two more if the range is that of the values.
     """
-    low, high = _limits(x, min, max)
+    low, high = _limits(x, min, max, 1.0)
     with native():
         return x._sharding.domain.all_reduce(torch.histc(x, bins, low, high))
 
@@ -87,7 +88,7 @@ def histogram(
     *,
     range: Any = None,
     weight: Any = None,
-    density: bool = False,  # noqa: A002
+    density: bool = False,
 ) -> Any:
     """torch.histogram, replicated.
 
@@ -97,7 +98,8 @@ def histogram(
         raise refuse(torch.histogram, (x, bins), None, "the bins are sharded")
     x = _sharded_as_weight(x, weight)
     bins = bins.gather() if type(bins) is ShardTensor else bins
-    options: Any = {} if isinstance(bins, Tensor) else {"range": _limits(x, *(range or (0.0, 0.0)))}
+    limits = _limits(x, *(range or (0, 0)), 0.5)
+    options: Any = {} if isinstance(bins, Tensor) else {"range": limits}
     weight = _weights(x, weight)
     with native():
         counts, edges = torch.histogram(x, bins, weight=weight, **options)
@@ -141,10 +143,12 @@ def searchsorted(sequence: Any, values: Any, *args: Any, **options: Any) -> Any:
         with native():
             return wrap(func(sequence, values, *args, **options), sharding, dim)
     if type(values) is ShardTensor:
-        if ndim == 1 or values._dim == ndim - 1:
-            why = "sorted_sequence and values are sharded: gather the values"
-            raise refuse(func, (sequence, values), None, why)
-        return searchsorted(reshard(sequence, values._dim), values, *args, **options)
+        if ndim > 1 and values._dim != ndim - 1:
+            return searchsorted(reshard(sequence, values._dim), values, *args, **options)
+        if ndim > 1:
+            out = searchsorted(reshard(sequence, 0), reshard(values, 0), *args, **options)
+            return as_layout(out, values)
+        return _at_owners(sequence, values, args, options)
     with native():
         local = func(sequence, values, *args, **options)
     if not isinstance(values, Tensor):
@@ -158,30 +162,58 @@ def _by_values(sequence: Tensor, values: ShardTensor, args: Any, options: Any) -
     return wrap(out, values._sharding, values._dim)
 
 
+def _at_owners(sequence: ShardTensor, values: ShardTensor, args: Any, options: Any) -> ShardTensor:
+    """The places of sharded values in a sharded sequence: each on the rank where its place is.
+
+    Communication: one all-to-all of the first elements, one of counts, one of values and back.
+    """
+    old, domain = sequence._sharding, sequence._sharding.domain
+    if not old.total:
+        return _by_values(sequence.gather(), values, args, options)
+    with native():
+        have = [r for r, n in enumerate(old.sizes) if n]
+        firsts = domain.all_gather(sequence[:1].detach(), [int(n > 0) for n in old.sizes])
+        flat = values.detach().reshape(-1)
+        part = torch.searchsorted(firsts, flat, *args, **options).to(torch.int64) - 1
+        owner = torch.tensor(have, device=flat.device)[part.clamp_min(0)]
+        order = torch.argsort(owner, stable=True)
+        send = torch.bincount(owner, minlength=domain.size).tolist()
+        asked, receive = domain.route(flat[order], send)
+        found = torch.searchsorted(sequence, asked, *args, **options) + old.first
+        back = domain.all_to_all(found, receive, send, "places")
+        out = torch.empty_like(back).index_copy_(0, order, back).reshape(values.shape)
+        return wrap(out.to(found.dtype), values._sharding, values._dim)
+
+
 def bucketize(values: Any, boundaries: Any, **options: Any) -> Any:
     """torch.bucketize: `searchsorted` with the arguments in the other order."""
     return searchsorted(boundaries, values, **options)
 
 
 def cdist(x1: Any, x2: Any, *args: Any, **kwargs: Any) -> ShardTensor:
-    """torch.cdist: sharded rows to plain points, or the other way round; or a sharded batch.
+    """torch.cdist: the result is sharded along the points of the first, else of the second.
 
-    Raises:
-        NoShardRule: the points of both, or the coordinates, are sharded.
+    Communication: none if one argument is plain; else all points of the second on every rank.
     """
+    x1, x2 = (reshard(x, ndim_of(x) - 2) if _by_coordinates(x) else x for x in (x1, x2))
+    if len(sharded_in([x1, x2])) == 2 and x1._dim == ndim_of(x1) - 2:
+        x2 = x2.gather()  # smaller than the owned part of the result
     (first, *_) = sharded_in([x1, x2])
     back = ndim_of(first) - first._dim
-    out_ndim = max(ndim_of(x1), ndim_of(x2))
-    if back > 2:
-        (x1, x2), first, back = align_broadcast(torch.cdist, (x1, x2))
+    ndim = max(ndim_of(x1), ndim_of(x2))
+    if back == 2:
         with native():
-            return wrap(torch.cdist(x1, x2, *args, **kwargs), first._sharding, out_ndim - back)
-    if len(sharded_in([x1, x2])) == 2 or back == 1:
-        why = "all pairs of sharded rows, or of coordinates: gather one of the arguments"
-        raise refuse(torch.cdist, (x1, x2), None, why)
+            out = torch.cdist(x1, x2, *args, **kwargs)
+        return wrap(out, first._sharding, ndim - 2 if first is x1 else ndim - 1)
+    if len(sharded_in([x1, x2])) == 2 and ndim_of(x2) - x2._dim != back:
+        x2 = as_layout(x2, x1)
+    (x1, x2), first, back = align_broadcast(torch.cdist, (x1, x2))
     with native():
-        out = torch.cdist(x1, x2, *args, **kwargs)
-    return wrap(out, first._sharding, out_ndim - 2 if first is x1 else out_ndim - 1)
+        return wrap(torch.cdist(x1, x2, *args, **kwargs), first._sharding, ndim - back)
+
+
+def _by_coordinates(x: Any) -> bool:
+    return type(x) is ShardTensor and x._dim == ndim_of(x) - 1
 
 
 RULES: dict[Any, Rule] = {

@@ -11,9 +11,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import align_broadcast
+from meshshard.tensor.align import align_broadcast, ndim_of
 from meshshard.tensor.rules.table import HOMES, functions_named, is_in_place, rowwise
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, wrap
+from meshshard.tensor.shard_tensor import (
+    Rule,
+    ShardTensor,
+    apply_local,
+    normalize_dim,
+    refuse,
+    wrap,
+)
 
 UNTAGGED = """
 absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh complex conj copy divide expit fill
@@ -107,6 +114,21 @@ def prelu(x: Any, weight: Tensor) -> ShardTensor:
     return apply_local(torch.prelu, x, (weight,))
 
 
+def glu(x: ShardTensor, dim: int = -1) -> ShardTensor:
+    """F.glu; along the sharded dim, the second half of the rows moves to the sizes of the first.
+
+    Communication: along the sharded dim one all-to-all, forward and backward.
+    """
+    dim = normalize_dim(dim, ndim_of(x))
+    if dim != x._dim:
+        return apply_local(F.glu, x, (dim,))
+    n = x._sharding.total
+    if n % 2:
+        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {n}")
+    half = x.narrow(dim, 0, n // 2)
+    return half * torch.sigmoid(x.narrow(dim, n // 2, n // 2).redistribute(half._sharding.sizes))  # type: ignore
+
+
 _where = pointwise(torch.where)
 
 
@@ -155,6 +177,7 @@ RULES: dict[Any, Rule] = {
     **{f: pointwise(f) for f in _pointwise_functions()},
     **{f: rowwise(f) for f in functions_named(CONVERSIONS)},
     **dict.fromkeys((torch.prelu, F.prelu, Tensor.prelu), prelu),
+    F.glu: glu,
     torch.where: where,
     Tensor.where: pointwise(Tensor.where),
 }

@@ -123,6 +123,9 @@ def _index_rule(func: Callable[..., Any]) -> Rule:
             source = as_layout(source, x) if tensor else source
             with native():
                 return wrap(func(x, dim, rows, source, *args, **kwargs), x._sharding, x._dim)
+        if func is Tensor.index_fill:  # a number, which may be a tensor without dims
+            fill: Write = lambda y, rows, _: y.index_fill(0, rows, source)  # noqa: E731
+            return write(x.movedim(dim, 0), index, 0, fill).movedim(0, dim)
         op = _write_of(func, args, kwargs)
         values = source.movedim(dim, 0) if tensor else source
         moved: Any = x.movedim(dim, 0)
@@ -132,8 +135,6 @@ def _index_rule(func: Callable[..., Any]) -> Rule:
 
 
 def _write_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Write:
-    if func is Tensor.index_fill:
-        return copy_rows
     return lambda x, rows, values: func(x, 0, rows, values, *args, **kwargs)
 
 
