@@ -56,7 +56,9 @@ EXACT = {  # a function, its arguments, and which dims of which are sharded
     "max_pool2d, channels": (lambda x: F.max_pool2d(x, 2), (draw(2, 5, 4, 4),), {0: 1}),
     "interpolate": (lambda x: F.interpolate(x, scale_factor=2), (draw(5, 2, 4),), {0: 0}),
     "grid_sample": (
-        partial(F.grid_sample, align_corners=False), (draw(2, 3, 4, 4), draw(2, 5, 3, 2)), {1: 1},
+        partial(F.grid_sample, align_corners=False),
+        (draw(2, 3, 4, 4), draw(2, 5, 3, 2)),
+        {1: 1},
     ),
     "affine_grid": (lambda x: F.affine_grid(x, (5, 1, 3, 3), True), (draw(5, 2, 3),), {0: 0}),
     "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), (draw(1, 4, 5, 2),), {0: 2}),

@@ -13,7 +13,7 @@ from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import ndim_of
 from meshshard.tensor.rules.batched import batched, batched_rules
 from meshshard.tensor.rules.table import functions_named, named
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, refuse, wrap
+from meshshard.tensor.shard_tensor import Rule, refuse, wrap
 
 GRID = {1: "x", 2: "xy", 3: "xyz"}
 POOLS = """
@@ -65,11 +65,13 @@ def _fractional(func: Callable[..., Any], n: int) -> Rule:
 
 
 def affine_grid(theta: Any, size: Any, align_corners: Any = None) -> Any:
-    """F.affine_grid of a sharded batch."""
-    if type(theta) is ShardTensor and theta._dim == 0 and size[0] == theta._sharding.total:
-        size = (max(theta._sharding.own, 1), *size[1:])  # torch refuses an empty batch
-    labels = GRID[len(size) - 2]
-    return batched(F.affine_grid, f"theta ij -> {labels}j", pad=True)(theta, size, align_corners)
+    """F.affine_grid: the points of a grid times each matrix."""
+    _, _, *grid = size
+    n = len(grid)
+    same = torch.eye(n, n + 1, dtype=theta.dtype, device=theta.device)
+    points = F.affine_grid(same[None], [1, 1, *grid], align_corners=bool(align_corners))
+    out = torch.matmul(F.pad(points.reshape(-1, n), (0, 1), value=1.0), theta.mT)
+    return out.unflatten(1, tuple(grid))
 
 
 def pixel_shuffle(x: Any, upscale_factor: int) -> Any:
