@@ -44,7 +44,8 @@ def mean(x, source, to, n):
 
 def job(domain, path, mesh):
     shard = load(path, domain)
-    points = shard.points
+    points, graph = shard.points, shard.graph
+    assert graph.domain is domain
     value, cells, nodes = means(mesh)
     at, of = points.sharding.origin, shard.sharding.origin
     x = points["value"].detach().requires_grad_()
