@@ -25,8 +25,8 @@ __all__ = ["Points"]
 class Points:
     """The points of a shard of cells: fields by name, and graphs from and to the cells.
 
-    Every point belongs to the lowest rank of those that have a cell at it; a rank's points are in
-    the order of the file. `nn.aggregate(field, graph, "mean")` takes means over the graphs.
+    Every point belongs to the first shard that has a cell at it; the points of a shard are in the
+    order of the file. `nn.aggregate(field, graph, "mean")` takes means over the graphs.
 
     Examples:
         >>> from meshshard import load, nn
@@ -57,7 +57,7 @@ class Points:
                 raise KeyError(f"no point field {name!r}; there are: {', '.join(self.names)}")
             held = np.concatenate([self._values(name, p) for p in self._shard.shards])
             rows = torch.from_numpy(held[self._held.at]).to(self._device)
-            self._fields[name] = ShardTensor.from_local(rows[self._numbers.mine], self.sharding)
+            self._fields[name] = ShardTensor.from_local(rows[self._numbers.own], self.sharding)
         return self._fields[name]
 
     def __contains__(self, name: object) -> bool:
@@ -83,11 +83,13 @@ class Points:
     def sharding(self) -> Sharding:
         """The sharding of every point field.
 
-        Communication: two all-to-alls of counts, four of point numbers, and one gather of objects,
+        Communication: three all-to-alls of counts, five of numbers, and one gather of objects,
         at the first access to a field, a graph or this, which all ranks must make.
         """
         numbers = self._numbers
-        return Sharding(self._shard.domain, numbers.sizes, self._held.ids[numbers.mine])
+        sizes = [sum(shards) for shards in numbers.shards]
+        origin = self._held.ids[numbers.own]
+        return Sharding(self._shard.domain, sizes, origin, numbers.shards)
 
     @once
     def to_cells(self) -> ShardGraph:
@@ -125,14 +127,17 @@ class Points:
     @cached_property
     def _held(self) -> _Held:
         """The points of all cells of this rank."""
-        every = np.concatenate([self._arrays(p)["points.origin"] for p in self._shard.shards])
-        ids, at = np.unique(every.astype(np.int64), return_index=True)
-        return _Held(torch.from_numpy(ids).to(self._device), at)
+        shards = self._shard.shards
+        every = [self._arrays(p)["points.origin"].astype(np.int64) for p in shards]
+        ids, at = np.unique(np.concatenate(every), return_index=True)
+        shard = np.repeat(np.asarray(shards), [len(rows) for rows in every])[at]
+        first = torch.from_numpy(shard).to(self._device)
+        return _Held(torch.from_numpy(ids).to(self._device), first, at)
 
     @once
     def _numbers(self) -> _Numbers:
         total = self._shard.folder.manifest["n_points"]
-        return _number(self._shard.domain, self._held.ids, total)
+        return _number(self._shard.domain, self._held, total, self._shard.shards)
 
     @cached_property
     def _incidence(self) -> tuple[Tensor, Tensor]:
@@ -161,10 +166,12 @@ class _Held(NamedTuple):
 
     Attributes:
         ids: (n_held,) int64 their rows in the file, ascending.
-        at: for each, where it is in the arrays of the rank's shards, one after another.
+        shard: (n_held,) int64 the first shard of the rank that has a cell at the point.
+        at: for each, where it is first in the arrays of the rank's shards, one after another.
     """
 
     ids: Tensor
+    shard: Tensor
     at: Array
 
 
@@ -172,35 +179,39 @@ class _Numbers(NamedTuple):
     """Owners and global rows of the points that a rank holds.
 
     Attributes:
-        mine: (n_held,) whether this rank owns the point.
-        sizes: owned points of every rank.
+        own: (n_owned,) int64 which of the held points the rank owns, in the order of their rows.
+        shards: for every rank the owned points of each of its shards.
         rows: (n_held,) int64 global rows.
     """
 
-    mine: Tensor
-    sizes: list[int]
+    own: Tensor
+    shards: list[list[int]]
     rows: Tensor
 
 
-def _number(domain: Domain, ids: Tensor, total: int) -> _Numbers:
-    """Find the owner of every point, the lowest rank that holds it, and its row.
+def _number(domain: Domain, held: _Held, total: int, shards: range) -> _Numbers:
+    """Find the owner of every point, the first shard that has a cell at it, and its row.
 
     A point is looked up at the rank that its number belongs to if the numbers are divided evenly.
 
-    Communication: two all-to-alls of counts, four of point numbers, and one gather of objects.
+    Communication: three all-to-alls of counts, five of numbers, and one gather of objects.
     """
+    ids = held.ids
     asked = torch.bincount(ids * domain.size // max(total, 1), minlength=domain.size).tolist()
     found, counts = domain.route(ids, asked)
     known, at = torch.unique(found, return_inverse=True)
 
     def _answer(values: Tensor, reduce: str) -> Tensor:
         """The reduction over the ranks that hold a point, for every point held here."""
+        values, _ = domain.route(values, asked)
         table = torch.zeros_like(known).scatter_reduce(0, at, values, reduce, include_self=False)
         return domain.all_to_all(table[at], counts, asked, "points")
 
-    holder = torch.repeat_interleave(torch.arange(domain.size).to(at), torch.tensor(counts).to(at))
-    mine = _answer(holder, "amin") == domain.rank
-    sizes = domain.share(int(mine.sum()))
+    own = torch.nonzero(_answer(held.shard, "amin") == held.shard).view(-1)
+    own = own[torch.argsort(held.shard[own], stable=True)]
+    sizes = torch.bincount(held.shard[own] - shards.start, minlength=len(shards)).tolist()
+    every = domain.share(sizes)
     rows = torch.full_like(ids, -1)
-    rows[mine] = domain.offset(sizes) + torch.arange(sizes[domain.rank]).to(ids)
-    return _Numbers(mine, sizes, _answer(domain.route(rows, asked)[0], "amax"))
+    first = domain.offset([sum(n) for n in every])
+    rows[own] = torch.arange(first, first + len(own)).to(ids)
+    return _Numbers(own, every, _answer(rows, "amax"))
