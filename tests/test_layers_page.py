@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "layers.md"
+MADE = ("same", "out", "found", "mean", "far", "grid", "back", "at_cells", "at_points")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def page_job(folder):
     with contextlib.chdir(folder):
         for block in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL):
             exec(compile(block, "layers.md", "exec"), names)
-    kept = {n: names[n].detach() for n in ("same", "out", "found", "mean", "far", "grid", "back")}
+    kept = {n: names[n].detach() for n in MADE}
     whole = {n: x.gather() if hasattr(x, "sharding") else x for n, x in kept.items()}
     return {n: x.numpy() for n, x in whole.items()}
 

@@ -21,6 +21,8 @@ from meshshard.errors import MeshshardError, StoreError, n_of
 from meshshard.graph.plan import Plan, runs
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.ragged import offsets_of, ranges
+from meshshard.ranks._once import once
+from meshshard.ranks.points import Points
 from meshshard.tensor import ShardGraph, Sharding, ShardTensor
 
 __all__ = ["Shard", "load"]
@@ -159,7 +161,7 @@ class Shard:
         pairs = np.stack([self.plan.indices.astype(np.int64), to])
         return torch.from_numpy(pairs).to(self.domain.device)
 
-    @cached_property
+    @once
     def graph(self) -> ShardGraph:
         """The graph of the owned rows, which layers take in place of PyG's `edge_index`.
 
@@ -167,6 +169,24 @@ class Shard:
         must make.
         """
         return ShardGraph.from_plan(self.plan, self.sharding, self.exchange)
+
+    @once
+    def points(self) -> Points:
+        """The points of a mesh whose cells are sharded, with their fields and their own sharding.
+
+        Raises:
+            MeshshardError: the points themselves are sharded.
+        """
+        if self.folder.entity == "points":
+            raise MeshshardError("shard.points: the points are the rows of the shard; use shard[…]")
+        return Points(self)
+
+    def coordinates(self, shard: int) -> Array:
+        """(n, 3) positions of the points of one of the rank's shards, as "center" of points."""
+        mesh = self.folder.piece(shard).mesh
+        offset = np.asarray(self.folder.manifest["offset"])
+        places: Array = np.asarray(mesh.positions("points") + mesh.offset) - offset
+        return places.astype(mesh.points.dtype)
 
     def local(self, x: ShardTensor) -> Tensor:
         """Owned rows, then halo rows, of a field or a hidden state: (n_local, …).
