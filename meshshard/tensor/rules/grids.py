@@ -71,7 +71,7 @@ def affine_grid(theta: Any, size: Any, align_corners: Any = None) -> Any:
     same = torch.eye(n, n + 1, dtype=theta.dtype, device=theta.device)
     points = F.affine_grid(same[None], [1, 1, *grid], align_corners=bool(align_corners))
     out = torch.matmul(F.pad(points.reshape(-1, n), (0, 1), value=1.0), theta.mT)
-    return out.unflatten(1, tuple(grid))
+    return out.reshape(out.shape[0], *grid, n)
 
 
 def pixel_shuffle(x: Any, upscale_factor: int) -> Any:

@@ -114,7 +114,7 @@ def prelu(x: Any, weight: Tensor) -> ShardTensor:
     return apply_local(torch.prelu, x, (weight,))
 
 
-def glu(x: ShardTensor, dim: int = -1) -> ShardTensor:
+def glu(x: ShardTensor, dim: int = -1) -> Any:
     """F.glu; along the sharded dim, the second half of the rows moves to the sizes of the first.
 
     Communication: along the sharded dim one all-to-all, forward and backward.
@@ -125,8 +125,8 @@ def glu(x: ShardTensor, dim: int = -1) -> ShardTensor:
     n = x._sharding.total
     if n % 2:
         raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {n}")
-    half = x.narrow(dim, 0, n // 2)
-    return half * torch.sigmoid(x.narrow(dim, n // 2, n // 2).redistribute(half._sharding.sizes))  # type: ignore
+    first, second = x.narrow(dim, 0, n // 2), x.narrow(dim, n // 2, n // 2)
+    return first * torch.sigmoid(second)  # of the sizes of the first
 
 
 _where = pointwise(torch.where)
