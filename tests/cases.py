@@ -152,6 +152,18 @@ VIEWS = {
     "pad features": lambda x, y, w, c, n: F.pad(x, (1, 2)),
     "movedim": lambda x, y, w, c, n: x.movedim(0, 1),
     "unflatten": lambda x, y, w, c, n: x.unflatten(1, (3, 2)),
+    "flip rows": lambda x, y, w, c, n: x.flip(0) * y,
+    "roll rows": lambda x, y, w, c, n: x.roll(5, 0) * y,
+    "pad rows": lambda x, y, w, c, n: F.pad(x.T[None], (2, 3), "circular"),
+    "flatten columns": lambda x, y, w, c, n: x.T.flatten() ** 2,
+    "merged with columns": lambda x, y, w, c, n: x.T.reshape(12, 7),
+    "windows of rows": lambda x, y, w, c, n: x.unfold(0, 4, 3),
+    "diagonal": lambda x, y, w, c, n: torch.diagonal_scatter(x, y.diagonal()),
+    "differences of rows": lambda x, y, w, c, n: torch.gradient(x, dim=0)[0] + x[1:2].squeeze(),
+    "products of rows": lambda x, y, w, c, n: x.cumprod(0) * y.prod(0),
+    "largest so far": lambda x, y, w, c, n: x.cummax(0).values * y.cummin(0).indices,
+    "cross of three rows": lambda x, y, w, c, n: torch.linalg.cross(x[:3], y[:3], dim=0),
+    "set elements": lambda x, y, w, c, n: x.masked_scatter(x > 0.5, y.flatten()),
 }
 EINOPS = {
     "einops heads": lambda x, y, w, c, n: einops.rearrange(x, "n (h c) -> h n c", h=2),

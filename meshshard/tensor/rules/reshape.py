@@ -159,7 +159,7 @@ def _row_dim(x: ShardTensor, wanted: list[int]) -> tuple[int, Sharding] | None:
         new, rows = wanted[d], old.total
         if rows and new % rows == 0:
             return d, _split_rows(old, new // rows)
-        if new and rows % new == 0:
+        if rows and new and rows % new == 0:
             each = rows // new
             if not any(n % each for n in old.sizes):
                 origin = None if old.origin is None else old.origin[::each] // each

@@ -143,7 +143,8 @@ def _interleaved(x: ShardTensor, repeats: ShardTensor, dim: int) -> ShardTensor:
     old = x._sharding
     with native():
         local = torch.repeat_interleave(x, repeats, dim)
-        origin = None if old.origin is None else old.origin.repeat_interleave(repeats)
+        counts = repeats if old.origin is None else repeats.to(old.origin.device)
+        origin = None if old.origin is None else old.origin.repeat_interleave(counts)
     sizes = old.domain.share(local.shape[dim])
     return wrap(local, Sharding(old.domain, sizes, origin), dim)
 

@@ -188,7 +188,7 @@ def _triangle(func: Callable[..., Any]) -> Rule:
 
 
 # ------------------------------------------------------------------------------------------ windows
-def unfold(x: ShardTensor, dimension: int, size: int, step: int) -> ShardTensor:
+def unfold(x: ShardTensor, dimension: int, size: int, step: int) -> Sharded:
     """Tensor.unfold; along the sharded dim a rank has the windows that begin in its rows.
 
     Communication: along the sharded dim that of `take_rows`, of the rows of its windows.
