@@ -64,6 +64,7 @@ ROWS = {  # functions of a (7, 4) tensor; also of its transpose, with dims excha
     ),
     "cartesian_prod": lambda x, d: torch.cartesian_prod(x[1], x[:, 0]),
     "kron": lambda x, d: torch.kron(torch.ones(2, 2).double(), x),
+    "kron with itself": lambda x, d: torch.kron(x, x),
     "tensordot": lambda x, d: torch.tensordot(x, x, ([d], [d])),
     "inner": lambda x, d: torch.inner(x.select(1 - d, 0), x.select(1 - d, 2)),
     "masked_scatter": lambda x, d: x.masked_scatter(MASK if d == 0 else MASK.T, x.flatten() * 2),
@@ -133,6 +134,32 @@ def test_in_place_functions_and_views_change_the_tensor(name):
 
     for whole in simulate(RANKS, job):
         torch.testing.assert_close(whole, out)
+
+
+EMPTY = {
+    "reshape": lambda x: x.reshape(2, 2, 0),
+    "flatten": lambda x: x.T.flatten(),
+    "roll": lambda x: x.roll(1, 0),
+    "pad": lambda x: F.pad(x, (1, 1, 2, 1), value=3.0),
+    "cummax": lambda x: x.cummax(0).indices,
+    "prod": lambda x: x.prod(0),
+    "diff": lambda x: x.diff(dim=0),
+    "unfold": lambda x: x.unfold(0, 0, 1),
+    "cumulative_trapezoid": lambda x: torch.cumulative_trapezoid(x, dim=0),
+    "kron": lambda x: torch.kron(x, x),
+    "diag_embed": lambda x: torch.diag_embed(x.T),
+    "sum_to_size": lambda x: x.sum_to_size(1, 4),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_tensor_without_rows(name):
+    def job(domain):
+        out = EMPTY[name](shard(TABLE[:0], domain, (0, 0, 0)))
+        return out.gather() if type(out) is ShardTensor else out
+
+    for whole in simulate(RANKS, job):
+        torch.testing.assert_close(whole, EMPTY[name](TABLE[:0]))
 
 
 DRAWN = {  # with the mean of a large sample
@@ -259,6 +286,13 @@ def test_arguments_may_have_all_names_that_torch_knows(name):
 
 
 WRONG = {
+    "geometric_": lambda x: x.clone().geometric_(1.5),
+    "exponential_": lambda x: x.clone().exponential_(-1),
+    "uniform_": lambda x: x.clone().uniform_(2, 1),
+    "normal": lambda x: torch.normal(x, -x * x),
+    "multinomial": lambda x: torch.multinomial(x, 2, True),
+    "negative repeats": lambda x: x.repeat_interleave((x[:, 0] > 5).long() - 1, 0),
+    "reshape without elements": lambda x: x[:0].reshape(0, -1),
     "reshape": lambda x: x.reshape(5, 5),
     "expand": lambda x: x.expand(6, 4),
     "roll": lambda x: x.roll((1, 2), 0),

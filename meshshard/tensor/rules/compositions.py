@@ -83,8 +83,10 @@ def broadcast_tensors(*tensors: Any) -> Any:
 
 def one_sharded(tensors: Sequence[Any]) -> list[Any]:
     """The tensors with all but the first sharded one gathered, as the result repeats them."""
-    first = sharded_in(tensors)[0]
-    return [x.gather() if type(x) is ShardTensor and x is not first else x for x in tensors]
+    first = next(i for i, x in enumerate(tensors) if type(x) is ShardTensor)
+    return [
+        x.gather() if type(x) is ShardTensor and i != first else x for i, x in enumerate(tensors)
+    ]
 
 
 def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:

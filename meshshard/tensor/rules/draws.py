@@ -30,14 +30,16 @@ ALPHA = 1.7580993408473766  # of SELU, which alpha dropout keeps normalized
 
 
 # ---------------------------------------------------------------------------------- filled in place
-def _filled(numbers: Callable[..., Any]) -> Rule:
+def _filled(func: Callable[..., Any], numbers: Callable[..., Any]) -> Rule:
     """The rule of a function that fills a tensor: numbers(x, parameters)."""
 
     def _rule(x: Sharded, *args: Any, generator: Any = None, **kwargs: Any) -> Sharded:
-        default_only("a random function", x, {"generator": generator})
-        kwargs = {name.replace("from", "low"): value for name, value in kwargs.items()}
+        default_only(func, x, {"generator": generator})
         with native(), torch.no_grad():
-            x.copy_(numbers(x, *args, **kwargs))
+            if not any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
+                func(x.new_empty(0), *args, **kwargs)  # raises as in torch, and draws no number
+            named = {name.replace("from", "low"): value for name, value in kwargs.items()}
+            x.copy_(numbers(x, *args, **named))
         return x
 
     return _rule
@@ -103,6 +105,8 @@ def normal(mean: Any, std: Any = 1.0, **kwargs: Any) -> Any:
     """torch.normal of a mean and a deviation, of which one is sharded."""
     with torch.no_grad():
         default_only(torch.normal, sharded_in((mean, std))[0], kwargs)
+        if bool(torch.as_tensor(std < 0).any()):
+            raise RuntimeError("normal expects all elements of std >= 0.0")
         tensors = [a for a in (mean, std) if isinstance(a, Tensor)]
         like = sharded_in(broadcast_tensors(*tensors))[0]
         return randn_like(like, dtype=tensors[0].dtype) * std + mean
@@ -117,6 +121,10 @@ def multinomial(x: Any, num_samples: int, replacement: bool = False, **kwargs: A
     with torch.no_grad():
         if not replacement and num_samples > x.shape[-1]:
             raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples")
+        if not bool((torch.isfinite(x) & (x >= 0)).all()):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        if bool((x.sum(-1) == 0).any()):
+            raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
         if not replacement:  # the largest of weights over exponential numbers
             waits = wrap(-torch.log1p(-uniform_numbers(x)), x._sharding, x._dim)
             return torch.topk(x / waits, num_samples, -1).indices
@@ -182,7 +190,7 @@ FILLED: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 alpha_dropout, feature_alpha_dropout = _alpha(uniform_numbers), _alpha(channel_numbers)
 RULES: dict[Any, Rule] = {
-    **{getattr(Tensor, name): _filled(numbers) for name, numbers in FILLED.items()},
+    **{f: _filled(f, FILLED[f.__name__]) for f in functions_named(" ".join(FILLED))},
     **dict.fromkeys(functions_named("multinomial"), multinomial),
     torch.randint_like: randint_like,
     torch.normal: normal,

@@ -20,8 +20,8 @@ from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, sharded_in
 # ------------------------------------------------------------------------------- neighbors in a dim
 def _pairs(x: Sharded, dim: int) -> tuple[Any, Any]:
     """All rows but the last, all but the first, in the same layout."""
-    n = x.shape[dim] - 1
-    lower, upper = torch.narrow(x, dim, 0, n), torch.narrow(x, dim, 1, n)
+    n = max(x.shape[dim] - 1, 0)
+    lower, upper = torch.narrow(x, dim, 0, n), torch.narrow(x, dim, x.shape[dim] - n, n)
     return lower, (as_layout(upper, lower) if type(lower) is ShardTensor else upper)
 
 

@@ -74,7 +74,9 @@ def reshaped(x: ShardTensor, wanted: list[int], may_move: bool = True) -> Any:
     whole = global_shape(x)
     if -1 in wanted:
         rest = math.prod(n for n in wanted if n != -1)
-        wanted = [n if n != -1 else (whole.numel() // rest if rest else 0) for n in wanted]
+        if not rest:
+            raise RuntimeError(f"reshape: the size of -1 in {wanted} is ambiguous without elements")
+        wanted = [n if n != -1 else whole.numel() // rest for n in wanted]
     if math.prod(wanted) != whole.numel():
         raise RuntimeError(f"shape '{wanted}' is invalid for input of shape {tuple(whole)}")
     found = _row_dim(x, wanted)

@@ -140,12 +140,18 @@ def _row_numbers(x: ShardTensor) -> ShardTensor:
 
 
 def _interleaved(x: ShardTensor, repeats: ShardTensor, dim: int) -> ShardTensor:
+    """Rows repeated on their ranks; on every rank an error if a number is negative on one."""
     old = x._sharding
+    with native():
+        wrong = bool((repeats < 0).any())
+        own = -1 if wrong else int(repeats.sum())
+    sizes = old.domain.share(own)
+    if min(sizes) < 0:
+        raise RuntimeError("repeats can not be negative")
     with native():
         local = torch.repeat_interleave(x, repeats, dim)
         counts = repeats if old.origin is None else repeats.to(old.origin.device)
         origin = None if old.origin is None else old.origin.repeat_interleave(counts)
-    sizes = old.domain.share(local.shape[dim])
     return wrap(local, Sharding(old.domain, sizes, origin), dim)
 
 

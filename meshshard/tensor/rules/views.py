@@ -198,6 +198,7 @@ def unfold(x: ShardTensor, dimension: int, size: int, step: int) -> Sharded:
         return apply_local(Tensor.unfold, x, (dim, size, step))
     whole = torch.empty(old.total, device="meta").unfold(0, size, step).shape[0]
     ends = [min(whole, -(-end // step)) for end in _ends(old.sizes)]
+    ends[-1] = whole  # windows of size 0 may begin after the last row
     sizes = [b - a for a, b in itertools.pairwise(ends)]
     start, own = ends[old.domain.rank], sizes[old.domain.rank]
     last = (start + own - 1) * step + size if own else start * step
