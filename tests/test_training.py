@@ -284,8 +284,10 @@ def two_job():
     a = shard(sample(0, 0, ROWS), rows, (137, 863))
     with pytest.raises(NoShardRule, match="different domains"):
         a + shard(sample(0, 0, ROWS), columns, (137, 863))
-    with pytest.raises(NoShardRule, match="different sizes: redistribute one"):
-        torch.stack([a, shard(sample(0, 0, ROWS), rows, (600, 400))])
+    both = torch.stack([a, shard(sample(0, 0, ROWS), rows, (600, 400))])
+    assert both.sharding == a.sharding and torch.equal(both[0].gather(), both[1].gather())
+    with pytest.raises(NoShardRule, match="different domains"):
+        torch.stack([a, shard(sample(0, 0, ROWS), columns, (137, 863))])
     assert Sharding(rows, (137, 863)) == a.sharding
     return max(errors)
 
