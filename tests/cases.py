@@ -293,19 +293,8 @@ LAYERS = {
     "nn.SmoothL1Loss": lambda x, y, w, c, n: nn.SmoothL1Loss()(x, y),
 }
 REFUSED = {  # operations that couple all rows and have no rule
-    "sort rows": lambda x, y, w, c, n: x.sort(0).values,
-    "topk rows": lambda x, y, w, c, n: x.topk(3, dim=0).values,
-    "median": lambda x, y, w, c, n: x.median(),
     "inverse of all": lambda x, y, w, c, n: torch.linalg.inv(x[:6]),
-    "set other rows": lambda x, y, w, c, n: _set(x, n > 2, y[n > 3]),
-    "set rows to a column": lambda x, y, w, c, n: _set(x, n > 2, y[n > 2][:, 0]),
-    "where alone": lambda x, y, w, c, n: torch.where(x[:, 0] > 0),
     "all pairs": lambda x, y, w, c, n: x @ y.T,
-    "cdist": lambda x, y, w, c, n: torch.cdist(x, y),
-    "scatter_add rows": lambda x, y, w, c, n: torch.zeros_like(x).scatter_add(
-        0, n[:, None].expand(-1, 6), y
-    ),
-    "index_add rows": lambda x, y, w, c, n: x.index_add(0, n, y),
     "nn.GRU": lambda x, y, w, c, n: _layer(x, lambda: nn.GRU(6, 6))[0],
     "nn.LSTM along rows": lambda x, y, w, c, n: _layer(
         torch.stack([x, y]), lambda: nn.LSTM(6, 6, batch_first=True)

@@ -68,7 +68,6 @@ REFUSED = {
     "view of other rows": lambda x: x[:, 0].view(torch.float32),
     "embedding that is renormed": lambda x: F.embedding(x.long(), draw(9, 2), max_norm=0.1),
     "a generator": lambda x: x.clone().normal_(generator=torch.Generator()),
-    "take_along_dim of rows": lambda x: x.take_along_dim(x.long().clamp(0, 7), 0),
     "a bool as index": lambda x: x[True],
     "set by a bool": lambda x: x.clone().__setitem__(True, 1.0),
     "is_nonzero": lambda x: torch.is_nonzero(x[:1, :1]),

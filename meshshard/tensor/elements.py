@@ -112,7 +112,7 @@ def checked(index: Tensor, n: int, negative: bool = True) -> Tensor:
     return wrap(out, index._sharding, index._dim) if type(index) is ShardTensor else out
 
 
-def rows_at(x: ShardTensor, index: Tensor) -> Tensor:
+def rows_at(x: Any, index: Tensor) -> Any:
     """Rows of a tensor that is sharded along dim 0, by number: (*index.shape, *x.shape[1:]).
 
     The result of a sharded index is sharded as the index, that of a plain one is replicated.
@@ -182,7 +182,7 @@ def to_owners(
         if domain.size == 1:
             return rows.view(-1).view_as(rows), [v.view_as(v) for v in values]
         ends = torch.tensor(sharding.sizes, device=rows.device).cumsum(0)
-        owner = torch.searchsorted(ends, rows, right=True)
+        owner = torch.searchsorted(ends, rows.contiguous(), right=True)
         order = torch.argsort(owner, stable=True)
         send = torch.bincount(owner, minlength=domain.size).tolist()
         mine, receive = domain.route(rows[order], send)

@@ -14,7 +14,6 @@ from meshshard.tensor.rules.table import named
 from meshshard.tensor.shard_tensor import (
     Rule,
     ShardTensor,
-    refuse,
     sharded_in,
     wrap,
 )
@@ -46,7 +45,7 @@ def _sharded_as_weight(x: Any, weight: Any) -> ShardTensor:
     return x if type(x) is ShardTensor else as_layout(x, weight)
 
 
-def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Tensor:
+def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """torch.bincount, replicated.
 
     Communication: one all-reduce of the largest number, one of the counts.
@@ -86,7 +85,7 @@ def histogram(
     x: Any,
     bins: Any,
     *,
-    range: Any = None,
+    range: Any = None,  # noqa: A002
     weight: Any = None,
     density: bool = False,
 ) -> Any:
@@ -94,12 +93,14 @@ def histogram(
 
     Communication: as `histc`.
     """
-    if not sharded_in([x, weight]):
-        raise refuse(torch.histogram, (x, bins), None, "the bins are sharded")
-    x = _sharded_as_weight(x, weight)
     bins = bins.gather() if type(bins) is ShardTensor else bins
-    limits = _limits(x, *(range or (0, 0)), 0.5)
-    options: Any = {} if isinstance(bins, Tensor) else {"range": limits}
+    if not sharded_in([x, weight]):
+        return torch.histogram(x, bins, weight=weight, density=density)
+    x = _sharded_as_weight(x, weight)
+    options: Any = {}
+    if not isinstance(bins, Tensor):
+        low, high = range or (0.0, 0.0)
+        options = {"range": _limits(x, low, high, 0.5)}
     weight = _weights(x, weight)
     with native():
         counts, edges = torch.histogram(x, bins, weight=weight, **options)

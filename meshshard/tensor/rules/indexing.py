@@ -116,7 +116,7 @@ def _by_tensors(x: ShardTensor, items: list[Any], row: int) -> Any:
     return out.movedim(tuple(range(n)), tuple(range(first, first + n)))
 
 
-def _flattened(x: ShardTensor, n: int) -> ShardTensor:
+def _flattened(x: Any, n: int) -> ShardTensor:
     """The first n dims as one; the first of all is sharded."""
     old = x._sharding
     with native():

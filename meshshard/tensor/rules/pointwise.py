@@ -15,6 +15,7 @@ from meshshard.tensor.align import align_broadcast, ndim_of
 from meshshard.tensor.rules.table import HOMES, functions_named, is_in_place, rowwise
 from meshshard.tensor.shard_tensor import (
     Rule,
+    Sharded,
     ShardTensor,
     apply_local,
     normalize_dim,
@@ -114,7 +115,7 @@ def prelu(x: Any, weight: Tensor) -> ShardTensor:
     return apply_local(torch.prelu, x, (weight,))
 
 
-def glu(x: ShardTensor, dim: int = -1) -> Any:
+def glu(x: Sharded, dim: int = -1) -> Any:
     """F.glu; along the sharded dim, the second half of the rows moves to the sizes of the first.
 
     Communication: along the sharded dim one all-to-all, forward and backward.

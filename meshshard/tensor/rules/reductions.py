@@ -272,7 +272,11 @@ def vector_norm(
     if ord == -math.inf:
         return amin(x.abs(), dims, keepdim)
     if ord == 0:
-        return total((x != 0).to(dtype or x.dtype), dims, keepdim)
+        count = total((x != 0).to(dtype or x.dtype), dims, keepdim)
+        if x.requires_grad and torch.is_grad_enabled():  # a gradient of zeros, as in torch
+            none: Any = torch.where(x == 0, x, 0)
+            count = count + total((none - none).to(count.dtype), dims, keepdim)
+        return count.abs() if count.is_complex() else count
     with native():
         if ord < 0 and not x._sharding.own:  # it is infinite, but torch raises on an empty tensor
             local = torch.linalg.vector_norm(x, 2, dims, keepdim, dtype=dtype) + math.inf

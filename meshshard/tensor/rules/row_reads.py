@@ -22,6 +22,7 @@ from meshshard.tensor.plain_edges import check_plain_edges
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import (
     Rule,
+    Sharded,
     ShardTensor,
     apply_local,
     normalize_dim,
@@ -30,7 +31,7 @@ from meshshard.tensor.shard_tensor import (
 )
 
 
-def rows_of(x: ShardTensor, dim: int, index: Tensor) -> Tensor:
+def rows_of(x: Sharded, dim: int, index: Tensor) -> Any:
     """Rows along the sharded dim; the index may have several dims, which replace that dim."""
     ndim = ndim_of(index)
     if type(index) is not ShardTensor:

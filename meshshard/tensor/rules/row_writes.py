@@ -41,7 +41,7 @@ def add_rows(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     return x.index_add(0, rows, values.to(x.dtype))
 
 
-def write(x: ShardTensor, index: Tensor, values: Any, op: Write) -> ShardTensor:
+def write(x: Any, index: Tensor, values: Any, op: Write) -> ShardTensor:
     """Rows of a tensor that is sharded along dim 0, changed by values at row numbers.
 
     Args:

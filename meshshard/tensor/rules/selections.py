@@ -69,7 +69,7 @@ def topk(
     return torch.return_types.topk((_replicated(x, rows), rows))
 
 
-def _replicated(x: Sharded, rows: Tensor) -> Tensor:
+def _replicated(x: Sharded, rows: Tensor) -> Any:
     """Values at plain rows of each column, replicated."""
     return rows_at(flat_elements(x), element_numbers(x, x._dim, rows))
 
@@ -112,7 +112,7 @@ def _median(func: Callable[..., Any], result: Any) -> Rule:
     return _rule
 
 
-def _of_all(func: Callable[..., Any], result: Any, x: Sharded) -> Tensor:
+def _of_all(func: Callable[..., Any], result: Any, x: Sharded) -> Any:
     """The median of all elements, whose gradient all equal elements share."""
     flat: Any = flat_elements(x)
     if not flat._sharding.total:
@@ -150,6 +150,7 @@ def _quantile(ignore_nan: bool) -> Rule:
                 else:  # torch refuses an empty tensor
                     out = x.sum(dim, keepdim=keepdim)
                     out = out if scalar else out.expand(len(q), *out.shape)
+                    out = out + q.sum() * 0 if isinstance(q, Tensor) else out
             return wrap(out, x._sharding, x._dim - (at < x._dim and not keepdim) + (not scalar))
         flat = flat_elements(x) if dim is None else x
         with native():
@@ -164,7 +165,7 @@ def _quantile(ignore_nan: bool) -> Rule:
     return _rule
 
 
-def _quantiles(x: Sharded, q: Tensor, ignore_nan: bool, interpolation: str) -> Tensor:
+def _quantiles(x: Sharded, q: Tensor, ignore_nan: bool, interpolation: str) -> Any:
     """(len(q), …) quantiles along the sharded dim, which keeps size 1."""
     if not x._sharding.total:
         raise RuntimeError("quantile() input tensor must be non-empty")
@@ -188,7 +189,7 @@ def _quantiles(x: Sharded, q: Tensor, ignore_nan: bool, interpolation: str) -> T
     return values.lerp(_values_at(x, order, place.ceil()), weight.to(values.dtype))
 
 
-def _values_at(x: Sharded, order: ShardTensor, places: Tensor) -> Tensor:
+def _values_at(x: Sharded, order: ShardTensor, places: Tensor) -> Any:
     """Values at places (k, …) of the sorted order, replicated."""
     along = places.to(torch.int64).squeeze(x._dim + 1).movedim(0, x._dim)
     values = _replicated(x, _replicated(order, along))

@@ -31,7 +31,7 @@ def order_keys(x: Tensor, descending: bool = False) -> Tensor:
     return ~keys if descending else keys
 
 
-def sorted_rows(x: ShardTensor, descending: bool = False) -> ShardTensor:
+def sorted_rows(x: Any, descending: bool = False) -> ShardTensor:
     """Global rows in sorted order along the sharded dim, for each column; stable, sharded as `x`.
 
     A sample sort: splitters, chosen from samples of each column, say which rank gets an element;
@@ -44,7 +44,11 @@ def sorted_rows(x: ShardTensor, descending: bool = False) -> ShardTensor:
     domain = sharding.domain
     with native():
         if domain.size == 1:
-            return wrap(torch.argsort(x.detach(), dim, descending, stable=True), sharding, dim)
+            return wrap(
+                torch.argsort(x.detach(), dim=dim, descending=descending, stable=True),
+                sharding,
+                dim,
+            )
         moved = x.detach().movedim(dim, 0)
         keys = order_keys(moved.reshape(sharding.own, math.prod(moved.shape[1:])), descending)
         width = keys.shape[1]
@@ -115,8 +119,9 @@ def sort(x: ShardTensor, dim: int = -1, descending: bool = False, stable: bool =
         rows = sorted_rows(x, descending)
         return torch.return_types.sort((torch.gather(x, dim, rows), rows))
     with native():
-        out = torch.sort(x, dim=dim, descending=descending, stable=True)
-    return torch.return_types.sort(tuple(wrap(o, x._sharding, x._dim) for o in out))
+        values, rows = torch.sort(x, dim=dim, descending=descending, stable=True)
+        both = (wrap(o, x._sharding, x._dim) for o in (values, rows))
+    return torch.return_types.sort(tuple(both))  # type: ignore[arg-type]
 
 
 def _sort(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import ndim_of
 from meshshard.tensor.elements import rows_at, to_owners
-from meshshard.tensor.layout import rearranged
+from meshshard.tensor.layout import rearranged, reshard
 from meshshard.tensor.rules.sorts import sorted_rows
 from meshshard.tensor.rules.table import functions_named
 from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, normalize_dim, refuse, wrap
@@ -30,7 +30,7 @@ def unique(
 
     Communication: that of a sort, of one for each column with a dim; one gather of objects.
     """
-    flat = _rows(x, dim)
+    flat: Any = _rows(x, dim)
     width = flat.shape[1]
     if width > MAX_COLUMNS:
         why = f"it sorts by each of {width} columns; expected at most {MAX_COLUMNS}"
@@ -60,7 +60,9 @@ def _rows(x: Sharded, dim: int | None) -> Sharded:
     if dim is None:
         return torch.flatten(x)[:, None]
     moved = x.movedim(normalize_dim(dim, ndim_of(x)), 0)
-    return moved.reshape(moved.shape[0], -1) if moved.shape.numel() else moved.flatten(1)
+    rows = moved.shape[0]
+    flat = moved.reshape(rows, moved.shape.numel() // rows) if rows else moved.flatten(1)
+    return flat if flat._dim == 0 else reshard(flat, 0)
 
 
 def _runs(x: Sharded, flat: Any, order: Any, wanted: tuple[bool, bool], dim: int | None) -> Any:
