@@ -79,7 +79,7 @@ def pixel_shuffle(x: Any, upscale_factor: int) -> Any:
     r, (*batch, c, h, w) = upscale_factor, x.shape
     if r < 1 or c % (r * r):
         raise RuntimeError(f"pixel_shuffle: {c} channels are not divisible by {r} squared")
-    x = x.unflatten(-3, (c // (r * r), r, r)).movedim((-4, -3), (-3, -1))
+    x = x.reshape(*batch, c // (r * r), r, r, h, w).movedim((-4, -3), (-3, -1))
     return x.reshape(*batch, c // (r * r), h * r, w * r)
 
 
@@ -88,7 +88,7 @@ def pixel_unshuffle(x: Any, downscale_factor: int) -> Any:
     r, (*batch, c, h, w) = downscale_factor, x.shape
     if r < 1 or h % r or w % r:
         raise RuntimeError(f"pixel_unshuffle: a grid of {h} x {w} is not divisible by {r}")
-    x = x.unflatten(-1, (w // r, r)).unflatten(-3, (h // r, r)).movedim((-3, -1), (-4, -3))
+    x = x.reshape(*batch, c, h // r, r, w // r, r).movedim((-3, -1), (-4, -3))
     return x.reshape(*batch, c * r * r, h // r, w // r)
 
 
@@ -97,7 +97,8 @@ def channel_shuffle(x: Any, groups: int) -> Any:
     shape = x.shape
     if groups < 1 or shape[1] % groups:
         raise RuntimeError(f"channel_shuffle: {shape[1]} channels are not divisible by {groups}")
-    return x.unflatten(1, (groups, shape[1] // groups)).transpose(1, 2).reshape(shape)
+    grouped = x.reshape(shape[0], groups, shape[1] // groups, *shape[2:])
+    return grouped.transpose(1, 2).reshape(shape)
 
 
 RULES: dict[Any, Rule] = {

@@ -218,7 +218,7 @@ def _owned_rows(
     """Owned rows of input and target, and the sharded dim of the input."""
     sharding, dim = first._sharding, first._dim
     if type(x) is not ShardTensor:
-        dim += dim > 0  # class indices have no dim of classes
+        dim += dim > 0 and indices  # class indices have no dim of classes
     at = dim - (dim > 1 and indices)
     shape = list(x.shape)
     del shape[1 : 1 + indices]
