@@ -119,8 +119,8 @@ def sort(x: ShardTensor, dim: int = -1, descending: bool = False, stable: bool =
         rows = sorted_rows(x, descending)
         return torch.return_types.sort((torch.gather(x, dim, rows), rows))
     with native():
-        values, rows = torch.sort(x, dim=dim, descending=descending, stable=True)
-        both = (wrap(o, x._sharding, x._dim) for o in (values, rows))
+        out = torch.sort(x, dim=dim, descending=descending, stable=True)
+        both = (wrap(o, x._sharding, x._dim) for o in out)
     return torch.return_types.sort(tuple(both))  # type: ignore[arg-type]
 
 
