@@ -57,7 +57,7 @@ CALLS = {
     "index_fill": lambda x: x.index_fill(0, ROWS, 2.0),
     "index_put": lambda x: x.index_put((ids(x),), x[0] * 2, accumulate=True),
     "put": lambda x: x.put(torch.tensor([0, 38]), torch.tensor([1.0, 2.0]).double()),
-    "scatter": lambda x: x.scatter(0, GRID[:, :2], x * 2),
+    "scatter": lambda x: x.scatter(0, GRID[:, :2], (x * 2)[:, :2]),
     "scatter_add": lambda x: x.scatter_add(0, ids(x)[:, None].expand(-1, 3), x),
     "scatter_reduce": lambda x: x.scatter_reduce(0, GRID, x * 2, "mean", include_self=False),
     "to a plain tensor": lambda x: torch.ones(13, 3).double().scatter(0, GRID, x),

@@ -67,7 +67,8 @@ def _limits(x: ShardTensor, low: float, high: float, margin: float) -> tuple[flo
     if low == high:
         if not global_shape(x).numel():
             return 0.0, 1.0
-        low, high = float(torch.amin(x)), float(torch.amax(x))
+        values = x.detach()
+        low, high = float(torch.amin(values)), float(torch.amax(values))
     return (low, high) if low != high else (low - margin, high + margin)
 
 
