@@ -54,6 +54,12 @@ EXACT = {  # a function, its arguments, and which dims of which are sharded
     "fftn": (lambda x: torch.fft.fftn(x, dim=(0, 2)).abs(), (draw(3, 5, 4),), {0: 1}),
     "max_pool2d": (lambda x: F.max_pool2d(x, 2), (draw(5, 2, 4, 4),), {0: 0}),
     "max_pool2d, channels": (lambda x: F.max_pool2d(x, 2), (draw(2, 5, 4, 4),), {0: 1}),
+    "mean of a grid": (lambda x: F.adaptive_avg_pool1d(x, 1), (draw(2, 3, 5),), {0: 2}),
+    "ctc_loss": (
+        lambda x: F.ctc_loss(F.log_softmax(x, -1), torch.ones(5, 2, dtype=torch.int64), (6,) * 5, (2, 1, 2, 0, 2)),
+        (draw(6, 5, 3),),
+        {0: 1},
+    ),
     "interpolate": (lambda x: F.interpolate(x, scale_factor=2), (draw(5, 2, 4),), {0: 0}),
     "grid_sample": (
         partial(F.grid_sample, align_corners=False),

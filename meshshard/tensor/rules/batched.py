@@ -19,7 +19,12 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from meshshard.comm import Domain
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import narrow_to_owned, ndim_of, require_same_sharding
+from meshshard.tensor.align import (
+    narrow_to_owned,
+    ndim_of,
+    require_same_sharding,
+    require_whole_domain,
+)
 from meshshard.tensor.rules.table import functions_named
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -59,6 +64,8 @@ def batched(
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         dims = _dims_of(inputs, given)
         sharding, place = _place(func, given, dims, added)
+        if place in added:
+            require_whole_domain(func, args, sharding.domain)
         parts = {
             key: _owned(func, given[key], labels, sharding, place, pad)
             for key, labels in dims.items()

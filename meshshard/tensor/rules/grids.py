@@ -17,8 +17,7 @@ from meshshard.tensor.shard_tensor import Rule, refuse, wrap
 
 GRID = {1: "x", 2: "xy", 3: "xyz"}
 POOLS = """
-avg_pool lp_pool max_pool max_pool_with_indices adaptive_avg_pool adaptive_max_pool
-adaptive_max_pool_with_indices
+avg_pool lp_pool max_pool max_pool_with_indices adaptive_max_pool adaptive_max_pool_with_indices
 """
 UPSAMPLING = "interpolate upsample upsample_nearest upsample_bilinear"
 
@@ -43,6 +42,19 @@ def _sampled(x: Any, *_: Any, **__: Any) -> str:
 def _across_channels(x: Any, *_: Any, **__: Any) -> str:
     points = "XYZ"[: ndim_of(x) - 2]
     return f"input c{points} -> c{points}"
+
+
+def _adaptive_mean(func: Callable[..., Any], n: int) -> Rule:
+    """The rule of adaptive_avg_pool; one number for a whole grid, which may be sharded."""
+    rule = batched(func, f"input {GRID[n]} -> {GRID[n]}", pad=True)
+
+    def _rule(input: Any, output_size: Any) -> Any:  # noqa: A002
+        sizes = (output_size,) if isinstance(output_size, int) else tuple(output_size)
+        if set(sizes) == {1} and input._dim >= ndim_of(input) - n:
+            return input.mean(tuple(range(-n, 0)), keepdim=True)
+        return rule(input, output_size)
+
+    return _rule
 
 
 def _fractional(func: Callable[..., Any], n: int) -> Rule:
@@ -123,6 +135,9 @@ RULES: dict[Any, Rule] = {
         pad=True,
     ),
     F.unfold: batched(F.unfold, "input cxy -> kl", pad=True),
+    **{
+        f: _adaptive_mean(f, n) for n in GRID for f in functions_named(f"adaptive_avg_pool{n}d")
+    },
     **{
         f: _fractional(f, n)
         for n in (2, 3)

@@ -126,6 +126,28 @@ def _triplet_terms(
     return (near - far + margin).clamp_min(0)
 
 
+_ctc_terms = batched(
+    F.ctc_loss, "log_probs tNc, targets Ns, input_lengths N, target_lengths N -> N", pad=True
+)
+
+
+def ctc_loss(
+    log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> Any:  # fmt: skip
+    """F.ctc_loss of sharded samples, with padded targets."""
+    given = [log_probs, targets, input_lengths, target_lengths]
+    if ndim_of(log_probs) != 3 or ndim_of(targets) != 2:
+        why = "expected log_probs (time, samples, classes) and targets (samples, length)"
+        raise refuse(F.ctc_loss, given, None, why)
+    lengths = [x if isinstance(x, Tensor) else torch.tensor(x) for x in given[2:]]
+    options = {"blank": blank, "reduction": "none", "zero_infinity": zero_infinity}
+    terms = _ctc_terms(*given[:2], *lengths, **options)
+    if reduction == "mean":
+        terms = terms / lengths[1].to(terms.device, terms.dtype).clamp_min(1)
+    return _reduced(terms, reduction)
+
+
 def linear_cross_entropy(
     input: Any, linear_weight: Any, target: Any, *, linear_bias: Any = None,  # noqa: A002
     ignore_index: Any = None, options: Any = None, **given: Any,
@@ -263,6 +285,7 @@ RULES: dict[Any, Rule] = {
     **{f: _of_samples(f, text) for f, text in SAMPLES.items()},
     **{f: _of_terms(f, terms) for f, terms in TERMS.items()},
     F.l1_loss: l1_loss,
+    F.ctc_loss: ctc_loss,
     F.linear_cross_entropy: linear_cross_entropy,
     F.cross_entropy: _classification(F.cross_entropy),
     F.nll_loss: _classification(F.nll_loss),
