@@ -54,9 +54,16 @@ EXACT = {  # a function, its arguments, and which dims of which are sharded
     "fftn": (lambda x: torch.fft.fftn(x, dim=(0, 2)).abs(), (draw(3, 5, 4),), {0: 1}),
     "max_pool2d": (lambda x: F.max_pool2d(x, 2), (draw(5, 2, 4, 4),), {0: 0}),
     "max_pool2d, channels": (lambda x: F.max_pool2d(x, 2), (draw(2, 5, 4, 4),), {0: 1}),
+    "windows along rows": (
+        lambda x: F.max_pool2d(x, (1, 2)) + F.avg_pool2d(x, (1, 2)),
+        (draw(2, 3, 5, 4),),
+        {0: 2},
+    ),
     "mean of a grid": (lambda x: F.adaptive_avg_pool1d(x, 1), (draw(2, 3, 5),), {0: 2}),
     "ctc_loss": (
-        lambda x: F.ctc_loss(F.log_softmax(x, -1), torch.ones(5, 2, dtype=torch.int64), (6,) * 5, (2, 1, 2, 0, 2)),
+        lambda x: F.ctc_loss(
+            x.log_softmax(-1), torch.ones(5, 2, dtype=torch.int64), (6,) * 5, (2, 1, 2, 0, 2)
+        ),
         (draw(6, 5, 3),),
         {0: 1},
     ),
@@ -85,7 +92,8 @@ REFUSED = {
     "matrix": (linalg.det, (draw(5, 5),), {0: 0}),
     "tall matrix": (linalg.qr, (draw(5, 2),), {0: 0}),
     "line": (torch.fft.fft, (draw(5),), {0: 0}),
-    "grid": (lambda x: F.avg_pool1d(x, 2), (draw(2, 3, 5),), {0: 2}),
+    "windows of several ranks": (lambda x: F.avg_pool1d(x, 2), (draw(2, 3, 5),), {0: 2}),
+    "grid": (lambda x: F.avg_pool1d(x, 2, 1), (draw(2, 3, 5),), {0: 2}),
     "other dims": (linalg.solve, (square(5), draw(5, 4, 5)), {0: 0, 1: 2}),
     "other rows": (linalg.solve, (square(5), draw(3, 4, 2)), {0: 0}),
 }
@@ -115,7 +123,9 @@ def test_refused(case):
             shard(a.detach(), domain, UNEVEN, dim=dims[i]) if i in dims else a
             for i, a in enumerate(arguments)
         ]
-        with pytest.raises(NoShardRule, match=r"couples the sharded dim|do not line up|expected"):
+        with pytest.raises(
+            NoShardRule, match=r"couples the sharded dim|do not line up|expected|multiples"
+        ):
             function(*given)
 
     simulate(3, job)

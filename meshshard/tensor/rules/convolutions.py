@@ -80,14 +80,14 @@ def _along_grid(
     """A convolution along the sharded dim of the grid, with a halo or of patches."""
     stride, padding, dilation, groups = options
     require_whole_domain(func, (x,), x._sharding.domain)
-    stride, dilation = _each(stride, n), _each(dilation, n)
+    stride, dilation = each_dim(stride, n), each_dim(dilation, n)
     reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
     if padding == "same":
         x, padding = _pad_end(x, reach, stride), [r // 2 for r in reach]
-    padding = [0] * n if padding == "valid" else _each(padding, n)
+    padding = [0] * n if padding == "valid" else each_dim(padding, n)
     at = x._dim - 2
     if padding[at] == 0 and stride[at] == reach[at] + 1 > 1:
-        return _patches(x, stride[at], lambda y: func(
+        return patches(x, stride[at], lambda y: func(
             y, weight, bias, stride, padding, dilation, groups))  # fmt: skip
     if stride[at] != 1 or 2 * padding[at] != reach[at]:
         why = "along the sharded dim, expected stride 1 and padding that keeps its size"
@@ -113,12 +113,12 @@ def _pad_end(x: ShardTensor, reach: list[int], stride: list[int]) -> ShardTensor
     return apply_local(F.pad, x, ([n for end in reversed(ends) for n in (0, end)],))
 
 
-def _patches(x: ShardTensor, each: int, conv: Callable[[Tensor], Tensor]) -> ShardTensor:
+def patches(x: ShardTensor, each: int, conv: Callable[[Tensor], Tensor]) -> ShardTensor:
     """Kernels that do not overlap, as in a patch embedding: each lies on one rank."""
     old = x._sharding
     if any(n % each for n in old.sizes):
         why = f"with patches of {each} rows, sizes must be multiples of it: redistribute first"
-        raise refuse("conv", (x,), None, why)
+        raise refuse("a convolution or pool", (x,), None, why)
     sizes = [n // each for n in old.sizes]
     with native():
         rows = x.view_as(x)
@@ -141,8 +141,10 @@ def _with_halo(x: ShardTensor, reach: int) -> Tensor:
         return F.pad(wide.movedim(0, -1), (above, below)).movedim(-1, x._dim)
 
 
-def _each(value: Any, n: int) -> list[int]:
-    return [value] * n if isinstance(value, int) else list(value)
+def each_dim(value: Any, n: int) -> list[int]:
+    """One number for each of n dims; torch repeats a single one."""
+    several = [value] if isinstance(value, int) else list(value)
+    return several * n if len(several) == 1 else several
 
 
 RULES: dict[Any, Rule] = {

@@ -12,12 +12,13 @@ from torch import Tensor
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import ndim_of
 from meshshard.tensor.rules.batched import batched, batched_rules
+from meshshard.tensor.rules.convolutions import each_dim, patches
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import Rule, refuse, wrap
 
 GRID = {1: "x", 2: "xy", 3: "xyz"}
 POOLS = """
-avg_pool lp_pool max_pool max_pool_with_indices adaptive_max_pool adaptive_max_pool_with_indices
+lp_pool max_pool_with_indices adaptive_max_pool adaptive_max_pool_with_indices
 """
 UPSAMPLING = "interpolate upsample upsample_nearest upsample_bilinear"
 
@@ -53,6 +54,28 @@ def _adaptive_mean(func: Callable[..., Any], n: int) -> Rule:
         if set(sizes) == {1} and input._dim >= ndim_of(input) - n:
             return input.mean(tuple(range(-n, 0)), keepdim=True)
         return rule(input, output_size)
+
+    return _rule
+
+
+def _pool(func: Callable[..., Any], n: int) -> Rule:
+    """The rule of avg_pool and max_pool; windows that do not overlap may lie along rows."""
+    rule = batched(func, f"input {GRID[n]} -> {GRID[n]}", pad=True)
+
+    def _rule(
+        input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0,  # noqa: A002
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        at = input._dim - (ndim_of(input) - n)
+        if at >= 0:
+            kernel, pads = each_dim(kernel_size, n), each_dim(padding, n)
+            apart = each_dim(stride, n)[at] if stride else kernel[at]
+            dilated = "max" in func.__name__ and bool(args)
+            dilated = dilated or each_dim(kwargs.get("dilation", 1), n)[at] != 1
+            if kernel[at] == apart and not pads[at] and not dilated:
+                given = (kernel_size, stride, padding, *args)
+                return patches(input, apart, lambda y: func(y, *given, **kwargs))
+        return rule(input, kernel_size, stride, padding, *args, **kwargs)
 
     return _rule
 
@@ -135,6 +158,12 @@ RULES: dict[Any, Rule] = {
         pad=True,
     ),
     F.unfold: batched(F.unfold, "input cxy -> kl", pad=True),
+    **{
+        f: _pool(f, n)
+        for n in GRID
+        for name in ("avg_pool", "max_pool")
+        for f in functions_named(_sized(name, n))
+    },
     **{
         f: _adaptive_mean(f, n) for n in GRID for f in functions_named(f"adaptive_avg_pool{n}d")
     },
