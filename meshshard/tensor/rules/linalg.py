@@ -69,7 +69,8 @@ def _with_matrix(rule: Rule) -> Rule:
     Which of them it is depends on the global shapes, so that local ones cannot mislead torch.
     """
 
-    def _rule(A: Any, B: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N803
+    def _rule(A: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N803
+        B, *args = args or [kwargs.pop("b" if "b" in kwargs else "B")]  # type: ignore[assignment]
         ndim = ndim_of(A)
         vector = ndim_of(B) == 1 or (ndim_of(B) == ndim - 1 and B.shape == A.shape[:-1])
         if vector and not kwargs.get("left", True):
@@ -114,9 +115,9 @@ def _vander(func: Callable[..., Any]) -> Rule:
 
 
 # -------------------------------------------------------------- compositions of exact functions
-def dist(x: Any, y: Any, p: float = 2) -> Any:
+def dist(x: Any, other: Any, p: float = 2) -> Any:
     """torch.dist: the norm of the difference."""
-    return torch.linalg.vector_norm(x - y, p)
+    return torch.linalg.vector_norm(x - other, p)
 
 
 def multi_dot(tensors: Sequence[Any]) -> Any:

@@ -88,10 +88,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 _bilinear = batched(F.bilinear, "input1 k, input2 m, weight Okm -> O sum km", pad=True)
 
 
-def bilinear(x: Any, y: Any, weight: Any, bias: Any = None) -> Any:
+def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     """F.bilinear; as in linear, partial products are all-reduced before the bias."""
-    found = sharded_in((x, y, weight))
-    out = _bilinear(x, y, weight) if found else F.bilinear(x, y, weight)
+    product = _bilinear if sharded_in((input1, input2, weight)) else F.bilinear
+    out = product(input1, input2, weight)
     return out if bias is None else out + bias
 
 
