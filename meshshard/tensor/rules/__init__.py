@@ -7,6 +7,7 @@ rule is refused by name.
 from typing import Any
 
 from meshshard.tensor.rules import (
+    assignments,
     attention,
     attributes,
     autograd,
@@ -57,6 +58,7 @@ FAMILIES: dict[str, dict[Any, Rule]] = {
     "compositions": compositions.RULES,
     "numeric": numeric.RULES,
     "indexing": indexing.RULES,
+    "assignments": assignments.RULES,
     "row_reads": row_reads.RULES,
     "sorts": sorts.RULES,
     "selections": selections.RULES,

@@ -17,12 +17,11 @@ from meshshard.tensor.align import (
     ndim_of,
     require_same_sharding,
 )
-from meshshard.tensor.elements import checked, rows_at, sharded_if_long, unflat
+from meshshard.tensor.elements import checked, rows_at, sharded_if_long
 from meshshard.tensor.layout import as_layout
-from meshshard.tensor.row_copy import plain, row_copy
+from meshshard.tensor.row_copy import row_copy
 from meshshard.tensor.rules.row_reads import rows_of
-from meshshard.tensor.rules.row_writes import add_rows, copy_rows, on_plain, write_elements
-from meshshard.tensor.rules.table import in_place, named
+from meshshard.tensor.rules.table import named
 from meshshard.tensor.rules.views import apply_and_follow
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -37,7 +36,7 @@ from meshshard.tensor.sharding import Sharding
 broadcast_shapes: Any = torch.broadcast_shapes
 broadcast_tensors: Any = torch.broadcast_tensors
 ALL = slice(None)
-GET, SET = "Tensor.__getitem__", "Tensor.__setitem__"
+GET = "Tensor.__getitem__"
 
 
 # --------------------------------------------------------------------------------------- x[index]
@@ -48,13 +47,13 @@ def getitem(x: Any, index: Any) -> Any:
     rows (a permutation or a resampling) are sharded as `x`, those by other plain row numbers are
     replicated.
     """
-    items = [_as_index(x, i) for i in (index if isinstance(index, tuple) else (index,))]
+    items = [as_index(x, i) for i in (index if isinstance(index, tuple) else (index,))]
     if type(x) is not ShardTensor:
         return _plain_at(x, items)
-    if len(items) == 1 and _is_mask(items[0]) and items[0].dim() == ndim_of(x) > 1:
+    if len(items) == 1 and is_mask(items[0]) and items[0].dim() == ndim_of(x) > 1:
         return masked_select(x, items[0])
-    items, row = _per_dim(x, [i for item in items for i in _per_mask_dim(item)])
-    row_index, basic = items[row], all(_is_basic(i) for n, i in enumerate(items) if n != row)
+    items, row = per_dim(x, [i for item in items for i in per_mask_dim(item)])
+    row_index, basic = items[row], all(is_basic(i) for n, i in enumerate(items) if n != row)
     if row_index is None or (isinstance(row_index, slice) and row_index == ALL):
         return _other_dims(x, items)
     items[row] = ALL
@@ -62,15 +61,16 @@ def getitem(x: Any, index: Any) -> Any:
         items[row] = 0
         return _one_row(x, row_index)[tuple(items)]
     if isinstance(row_index, slice):
-        return _other_dims(_row_slice(x, row_index), items)
+        return _other_dims(row_slice(x, row_index), items)
     row_index = torch.as_tensor(row_index) if isinstance(row_index, list) else row_index
-    if basic and _is_mask(row_index):
+    if basic and is_mask(row_index):
         return _other_dims(_masked_rows(x, row_index), items)
     items[row] = _numbers(row_index)
     return _by_tensors(x, items, row)
 
 
-def _is_basic(index: Any) -> bool:
+def is_basic(index: Any) -> bool:
+    """Whether an index is an int, a slice or None."""
     return index is None or isinstance(index, (int, slice))
 
 
@@ -95,10 +95,10 @@ def _plain_at(x: Tensor, items: list[Any]) -> ShardTensor:
 
 def _by_tensors(x: ShardTensor, items: list[Any], row: int) -> Any:
     """The rows, and maybe other dims, by tensors of numbers that broadcast."""
-    basic = [i if _is_basic(i) else ALL for i in items]
+    basic = [i if is_basic(i) else ALL for i in items]
     y = _other_dims(x, basic)
     kept = [i for i in items if not isinstance(i, int)]
-    at = [n for n, i in enumerate(kept) if not _is_basic(i)]
+    at = [n for n, i in enumerate(kept) if not is_basic(i)]
     row = at.index(y._dim)
     indices = [_numbers(torch.as_tensor(kept[n]).to(x.device)) for n in at]
     if len(at) == 1:
@@ -125,7 +125,7 @@ def _flattened(x: Any, n: int) -> ShardTensor:
         return wrap(local, Sharding(old.domain, [size * width for size in old.sizes]), 0)
 
 
-def _as_index(x: Any, index: Any) -> Any:
+def as_index(x: Any, index: Any) -> Any:
     """One index: a NumPy array as a tensor, a tensor without dims as an int."""
     index = torch.as_tensor(index) if type(index).__module__ == "numpy" else index
     if isinstance(index, bool) or (isinstance(index, Tensor) and index.dim() == 0):
@@ -136,11 +136,12 @@ def _as_index(x: Any, index: Any) -> Any:
     return index
 
 
-def _is_mask(item: Any) -> bool:
+def is_mask(item: Any) -> bool:
+    """Whether an index is a tensor of bools."""
     return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
 
 
-def _per_dim(x: ShardTensor, items: list[Any]) -> tuple[list[Any], int]:
+def per_dim(x: ShardTensor, items: list[Any]) -> tuple[list[Any], int]:
     """An index for each dim, and None for new dims; and the position of that of the sharded dim."""
     ndim = ndim_of(x)
     n_indexed = sum(i is not None and i is not Ellipsis for i in items)
@@ -171,23 +172,23 @@ def _other_dims(x: ShardTensor, items: list[Any]) -> ShardTensor:
 def _numbers(item: Any) -> Any:
     """The numbers of what a mask of one dim selects; another index as it is."""
     item = torch.as_tensor(item) if isinstance(item, list) else item
-    return torch.nonzero(item)[:, 0] if _is_mask(item) and item.dim() == 1 else item
+    return torch.nonzero(item)[:, 0] if is_mask(item) and item.dim() == 1 else item
 
 
-def _per_mask_dim(item: Any) -> tuple[Any, ...]:
+def per_mask_dim(item: Any) -> tuple[Any, ...]:
     """The numbers in each dim of what a mask of several dims selects; another index as it is."""
-    many = _is_mask(item) and item.dim() > 1
+    many = is_mask(item) and item.dim() > 1
     return torch.nonzero(item, as_tuple=True) if many else (item,)
 
 
 # ----------------------------------------------------------------------------------------- rows
-def _row_slice(x: ShardTensor, rows: slice) -> ShardTensor:
+def row_slice(x: ShardTensor, rows: slice) -> ShardTensor:
     """A slice of the global rows; no communication."""
     old = x._sharding
     start, stop, step = rows.indices(old.total)
     parts, first = [], 0
     for n in old.sizes:
-        parts.append(_local_slice(range(start, stop, step), first, n))
+        parts.append(local_slice(range(start, stop, step), first, n))
         first += n
     mine = parts[old.domain.rank]
     with native():
@@ -197,7 +198,7 @@ def _row_slice(x: ShardTensor, rows: slice) -> ShardTensor:
     return wrap(local, Sharding(old.domain, sizes, origin), x._dim)
 
 
-def _local_slice(rows: range, first: int, n: int) -> slice:
+def local_slice(rows: range, first: int, n: int) -> slice:
     """The global rows of a range that are in first:first+n, as a slice of these n rows."""
     skip = max(0, -(-(first - rows.start) // rows.step))
     begin = rows.start + skip * rows.step - first
@@ -207,7 +208,7 @@ def _local_slice(rows: range, first: int, n: int) -> slice:
 
 def _one_row(x: ShardTensor, row: int) -> Tensor:
     """One global row, replicated; the sharded dim is kept, with size 1."""
-    row, sharding = _checked_row(x, row), x._sharding
+    row, sharding = checked_row(x, row), x._sharding
     moved: Any = x.movedim(x._dim, 0)
     copy = rows_at(moved, torch.tensor([row])).movedim(0, x._dim)
     mine = sharding.first <= row < sharding.first + sharding.own
@@ -215,7 +216,7 @@ def _one_row(x: ShardTensor, row: int) -> Tensor:
         return row_copy(copy, x.narrow(x._dim, row - sharding.first if mine else 0, int(mine)))
 
 
-def _checked_row(x: ShardTensor, row: int) -> int:
+def checked_row(x: ShardTensor, row: int) -> int:
     """A row number, which may be negative, counted from the first global row.
 
     Raises:
@@ -278,7 +279,7 @@ def narrow(x: ShardTensor, dim: int, start: int, length: int) -> ShardTensor:
     if start + length > total:
         raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({total}).")
     if dim == x._dim:
-        return _row_slice(x, slice(start, start + length))
+        return row_slice(x, slice(start, start + length))
     return apply_local(Tensor.narrow, x, (dim, start, length))
 
 
@@ -290,130 +291,11 @@ def select(x: ShardTensor, dim: int, index: int) -> Any:
     return apply_local(Tensor.select, x, (dim, index), dim=x._dim - (dim < x._dim))
 
 
-# ------------------------------------------------------------------------------- x[index] = value
-def setitem(x: Any, index: Any, value: Any) -> None:
-    """x[index] = value, in place: owned rows by slices and masks, any elements by numbers.
-
-    Communication: none for an int, slices, and masks that set one number; that of `write` else.
-    """
-    items = [_as_index(x, i) for i in (index if isinstance(index, tuple) else (index,))]
-    if type(x) is not ShardTensor:
-        out = index_put(x.clone(), tuple(items), value)
-        with native():
-            x.copy_(out)
-        return
-    full_mask = len(items) == 1 and _is_mask(items[0]) and items[0].dim() == ndim_of(x)
-    one = not isinstance(value, Tensor) or (type(value) is Tensor and value.numel() == 1)
-    if full_mask and one:
-        masked = _owned_part(items[0], x)
-        with native():
-            x[masked] = value
-        return
-    if not (full_mask and ndim_of(x) > 1):
-        items, row = _per_dim(x, [i for item in items for i in _per_mask_dim(item)])
-        if _is_local(x, items, row, value):
-            _set_local(x, items, row, value)
-            return
-    out = index_put(x.clone(), tuple(items), value)
-    with native():
-        x.copy_(out)
-
-
-def _is_local(x: ShardTensor, items: list[Any], row: int, value: Any) -> bool:
-    """Whether each rank sets its own rows, by what it has."""
-    if any(type(i) is ShardTensor for n, i in enumerate(items) if n != row):
-        return False
-    if isinstance(items[row], slice):
-        same = type(value) is not ShardTensor or value._sharding == x._sharding
-        return same and (items[row] == ALL or type(value) is not ShardTensor)
-    others = all(_is_basic(i) for n, i in enumerate(items) if n != row)
-    return (isinstance(items[row], int) or (_is_mask(items[row]) and others)) and (
-        not isinstance(value, Tensor) or (type(value) is Tensor and value.numel() == 1)
-    )
-
-
-def _set_local(x: ShardTensor, items: list[Any], row: int, value: Any) -> None:
-    _check_value(x, items, value)
-    items[row], value = _local_target(x, items[row], value)
-    with native():
-        x[tuple(items)] = value
-
-
-def _check_value(x: ShardTensor, items: list[Any], value: Any) -> None:
-    """Check the shape of a value, by global shapes so that all ranks raise.
-
-    Raises:
-        RuntimeError: the value does not broadcast to what numbers and slices select.
-    """
-    simple = all(i is None or isinstance(i, (int, slice)) for i in items)
-    if not simple or not isinstance(value, Tensor):
-        return
-    target = tuple(torch.empty(x.shape, device="meta")[tuple(items)].shape)
-    given = tuple(value.shape)
-    extra = max(0, len(given) - len(target))
-    pairs = zip(reversed(given[extra:]), reversed(target), strict=False)
-    if any(n != 1 for n in given[:extra]) or any(n not in (1, m) for n, m in pairs):
-        raise RuntimeError(
-            f"shape mismatch: value tensor of shape {given} cannot be broadcast to {target}"
-        )
-
-
-def _local_target(x: ShardTensor, row_index: Any, value: Any) -> tuple[Any, Any]:
-    """The owned rows to set, and this rank's part of the value."""
-    if isinstance(row_index, slice):
-        whole = row_index == ALL
-        part = x if whole else _row_slice(x, row_index)
-        value = _owned_part(value, part) if isinstance(value, Tensor) else value
-        rows = range(*row_index.indices(x._sharding.total))
-        return (ALL if whole else _local_slice(rows, x._sharding.first, x._sharding.own)), value
-    if isinstance(row_index, int):
-        row = _checked_row(x, row_index) - x._sharding.first
-        return slice(row, row + 1) if 0 <= row < x._sharding.own else slice(0, 0), value
-    return _owned_part(row_index, x), value
-
-
-def _owned_part(value: Tensor, x: ShardTensor) -> Tensor:
-    """This rank's part of a value or a mask, which may be plain or sharded."""
-    if type(value) is ShardTensor:
-        require_same_sharding(SET, (x, value))
-        return value
-    back = ndim_of(x) - x._dim
-    if value.ndim >= back and value.shape[value.ndim - back] == x._sharding.total != 1:
-        return narrow_to_owned(value, x._sharding, value.ndim - back)
-    if value.ndim == 1 and value.shape[0] == x._sharding.total and value.dtype == torch.bool:
-        return narrow_to_owned(value, x._sharding, 0)
-    return value
-
-
-def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    """torch.index_put: x with values at indices, which may be those of x[indices].
-
-    Of several values for an element the last counts; with `accumulate`, they are added.
-
-    Communication: that of x[indices] for numbers, and that of `write`.
-    """
-    indices = tuple(ALL if i is None else i for i in indices)
-    if type(x) is not ShardTensor:
-        return on_plain(
-            x, 0, (indices, values), lambda y: index_put(y, indices, values, accumulate)
-        )
-    shape = (x._sharding.own, math.prod(global_shape(x)) // max(x._sharding.total, 1))
-    with native():
-        first = x._sharding.first * shape[1]
-        ids = torch.arange(first, first + math.prod(shape), device=x.device)
-    chosen = getitem(unflat(ids, x), indices)
-    op = add_rows if accumulate else copy_rows
-    return write_elements(x, plain(chosen), values, op)
-
-
 RULES: dict[Any, Rule] = {
     Tensor.__getitem__: getitem,
-    Tensor.__setitem__: setitem,
     **named({
         "masked_select": masked_select,
         "narrow": narrow,
         "select": select,
-        "index_put": index_put,
-        "index_put_": in_place(index_put),
     }),
 }  # fmt: skip

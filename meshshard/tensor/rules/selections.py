@@ -147,10 +147,8 @@ def _quantile(ignore_nan: bool) -> Rule:
             with native():
                 if x._sharding.own:
                     out = func(x, q, dim, keepdim, interpolation=interpolation)
-                else:  # torch refuses an empty tensor
-                    out = x.sum(dim, keepdim=keepdim)
-                    out = out if scalar else out.expand(len(q), *out.shape)
-                    out = out + q.sum() * 0 if isinstance(q, Tensor) else out
+                else:
+                    out = _no_quantiles(x.sum(dim, keepdim=keepdim), q, interpolation)
             return wrap(out, x._sharding, x._dim - (at < x._dim and not keepdim) + (not scalar))
         flat = flat_elements(x) if dim is None else x
         with native():
@@ -163,6 +161,14 @@ def _quantile(ignore_nan: bool) -> Rule:
         return out[0] if scalar else out
 
     return _rule
+
+
+def _no_quantiles(out: Tensor, q: Any, interpolation: str) -> Tensor:
+    """Quantiles on a rank without rows, as torch refuses an empty tensor."""
+    if isinstance(q, Tensor):
+        out = out.expand(*q.shape, *out.shape)
+        out = out + q.sum() * 0 if interpolation == "linear" else out  # in the graph on every rank
+    return out
 
 
 def _quantiles(x: Sharded, q: Tensor, ignore_nan: bool, interpolation: str) -> Any:

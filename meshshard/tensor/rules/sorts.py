@@ -116,8 +116,8 @@ def sort(x: ShardTensor, dim: int = -1, descending: bool = False, stable: bool =
     """
     dim = normalize_dim(dim, ndim_of(x))
     if dim == x._dim:
-        rows = sorted_rows(x, descending)
-        return torch.return_types.sort((torch.gather(x, dim, rows), rows))
+        order = sorted_rows(x, descending)
+        return torch.return_types.sort((torch.gather(x, dim, order), order))
     with native():
         out = torch.sort(x, dim=dim, descending=descending, stable=True)
         both = (wrap(o, x._sharding, x._dim) for o in out)
