@@ -19,6 +19,8 @@ from meshshard.tensor.shard_tensor import (
 )
 from meshshard.tensor.sharding import Sharding
 
+EXACT = "donot_use_mm_for_euclid_dist"
+
 
 def nonzero(x: ShardTensor, *, as_tuple: bool = False) -> Any:
     """torch.nonzero: global indices, sharded along dim 0 by the rank that has the element.
@@ -122,16 +124,20 @@ def aminmax(x: ShardTensor, *, dim: int | None = None, keepdim: bool = False) ->
     return torch.return_types.aminmax(both)
 
 
+def _places(sequence: Tensor, values: Any, *args: Any, **options: Any) -> Tensor:
+    """torch.searchsorted of owned rows, of whose strides it would warn."""
+    values = values.contiguous() if isinstance(values, Tensor) else values
+    return torch.searchsorted(sequence.contiguous(), values, *args, **options)
+
+
 def searchsorted(sequence: Any, values: Any, *args: Any, **options: Any) -> Any:
     """torch.searchsorted: in a plain sequence row-wise; in a sharded one the sum of the places.
 
     Communication: none in a plain sequence; one all-reduce in a sharded one.
     """
-    func, ndim = torch.searchsorted, ndim_of(sequence)
-    if options.get("sorter") is not None and sharded_in([sequence, options["sorter"]]):
-        sorter = options.pop("sorter")
-        sequence = torch.gather(sequence, -1, sorter)
-        return searchsorted(sequence, values, *args, **options)
+    func, ndim = _places, ndim_of(sequence)
+    if (sorter := options.pop("sorter", None)) is not None:
+        return torch.searchsorted(torch.gather(sequence, -1, sorter), values, *args, **options)
     if type(sequence) is not ShardTensor:
         if ndim == 1:
             return _by_values(sequence, values, args, options)
@@ -160,7 +166,7 @@ def searchsorted(sequence: Any, values: Any, *args: Any, **options: Any) -> Any:
 
 def _by_values(sequence: Tensor, values: ShardTensor, args: Any, options: Any) -> ShardTensor:
     with native():
-        out = torch.searchsorted(sequence, values, *args, **options)
+        out = _places(sequence, values, *args, **options)
     return wrap(out, values._sharding, values._dim)
 
 
@@ -176,12 +182,12 @@ def _at_owners(sequence: ShardTensor, values: ShardTensor, args: Any, options: A
         have = [r for r, n in enumerate(old.sizes) if n]
         firsts = domain.all_gather(sequence[:1].detach(), [int(n > 0) for n in old.sizes])
         flat = values.detach().reshape(-1)
-        part = torch.searchsorted(firsts, flat, *args, **options).to(torch.int64) - 1
+        part = _places(firsts, flat, *args, **options).to(torch.int64) - 1
         owner = torch.tensor(have, device=flat.device)[part.clamp_min(0)]
         order = torch.argsort(owner, stable=True)
         send = torch.bincount(owner, minlength=domain.size).tolist()
         asked, receive = domain.route(flat[order], send)
-        found = torch.searchsorted(sequence, asked, *args, **options) + old.first
+        found = _places(sequence, asked, *args, **options) + old.first
         back = domain.all_to_all(found, receive, send, "places")
         out = torch.empty_like(back).index_copy_(0, order, back).reshape(values.shape)
         return wrap(out.to(found.dtype), values._sharding, values._dim)
@@ -218,6 +224,21 @@ def _by_coordinates(x: Any) -> bool:
     return type(x) is ShardTensor and x._dim == ndim_of(x) - 1
 
 
+def pdist(x: ShardTensor, p: float = 2.0) -> Any:
+    """F.pdist: the distances of each owned row to the later ones, in order of the rows.
+
+    Communication: one all-to-all of all rows; if dim 1 is sharded one all-reduce of the distances.
+    """
+    sharding = x._sharding
+    if x._dim:
+        i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
+        pairs: Any = torch.index_select(x, 0, i) - torch.index_select(x, 0, j)
+        return torch.linalg.vector_norm(pairs, p, -1)
+    rows = torch.arange(sharding.first, sharding.first + sharding.own, device=x.device)
+    later = torch.arange(sharding.total, device=x.device) > rows[:, None]
+    return torch.masked_select(torch.cdist(x, x, p, compute_mode=EXACT), wrap(later, sharding, 0))
+
+
 RULES: dict[Any, Rule] = {
     **named({
         "nonzero": nonzero,
@@ -229,5 +250,6 @@ RULES: dict[Any, Rule] = {
         "searchsorted": searchsorted,
         "bucketize": bucketize,
         "cdist": cdist,
+        "pdist": pdist,
     }),
 }  # fmt: skip

@@ -10,13 +10,20 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import ndim_of
+from meshshard.tensor.align import ndim_of, require_whole_domain
 from meshshard.tensor.elements import to_owners
 from meshshard.tensor.rules.table import functions_named
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, normalize_dim, wrap
+from meshshard.tensor.shard_tensor import (
+    Rule,
+    ShardTensor,
+    apply_local,
+    normalize_dim,
+    refuse,
+    wrap,
+)
 from meshshard.tensor.sharding import Sharding
 
-SAMPLES = 32  # of each column and rank, from which the parts of the ranks are chosen
+SAMPLES = 32  # of each column for each rank, from which the parts of the ranks are chosen
 
 
 def order_keys(x: Tensor, descending: bool = False) -> Tensor:
@@ -28,6 +35,7 @@ def order_keys(x: Tensor, descending: bool = False) -> Tensor:
         keys = torch.where(torch.isnan(x), torch.iinfo(torch.int64).max, keys)
     else:
         keys = x.to(torch.int64)
+        keys = keys ^ torch.iinfo(torch.int64).min if x.dtype == torch.uint64 else keys
     return ~keys if descending else keys
 
 
@@ -42,7 +50,10 @@ def sorted_rows(x: Any, descending: bool = False) -> ShardTensor:
     """
     sharding, dim = x._sharding, x._dim
     domain = sharding.domain
+    require_whole_domain("sort", (x,), domain)
     with native():
+        if x.is_complex():
+            raise refuse("sort", (x,), None, "complex numbers have no order")
         if domain.size == 1:
             return wrap(
                 torch.argsort(x.detach(), dim=dim, descending=descending, stable=True),
@@ -55,7 +66,7 @@ def sorted_rows(x: Any, descending: bool = False) -> ShardTensor:
         rows = torch.arange(sharding.first, sharding.first + sharding.own, device=x.device)
         rows = rows[:, None].expand(keys.shape)
         columns = torch.arange(width, device=x.device).expand(keys.shape)
-        owner = _owner(domain, keys, rows)
+        owner = _owner(sharding, keys, rows)
         items = torch.stack([v.reshape(-1) for v in (keys, rows, columns)], 1)
         places, found = _places(domain, _sent(domain, owner.reshape(-1), items), width)
         flat = Sharding(domain, [n * width for n in sharding.sizes])
@@ -65,14 +76,19 @@ def sorted_rows(x: Any, descending: bool = False) -> ShardTensor:
         return wrap(out.view(moved.shape).movedim(0, dim), sharding, dim)
 
 
-def _owner(domain: Domain, keys: Tensor, rows: Tensor) -> Tensor:
-    """The rank that sorts each element: the number of splitters below it."""
+def _owner(sharding: Sharding, keys: Tensor, rows: Tensor) -> Tensor:
+    """The rank that sorts each element: the number of splitters below it.
+
+    Samples are as dense on every rank, so that a rank with few rows does not skew the splitters.
+    """
+    domain = sharding.domain
     owner = torch.zeros_like(keys)
     keys_in, order = torch.sort(keys, dim=0, stable=True)
-    count = min(SAMPLES, len(keys))
+    wanted = SAMPLES * domain.size
+    counts = [min(n, -(-n * wanted // max(sharding.total, 1))) for n in sharding.sizes]
+    count = counts[domain.rank]
     at = (torch.arange(count, device=keys.device) * 2 + 1) * len(keys) // max(2 * count, 1)
     sample = torch.stack([keys_in[at], rows.gather(0, order)[at]], 1)
-    counts = domain.share(count)
     every = domain.all_gather(sample, counts)
     order = torch.argsort(every[:, 1], dim=0, stable=True)
     order = order.gather(0, torch.argsort(every[:, 0].gather(0, order), dim=0, stable=True))
