@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshshard.tensor import _torch_private as private
 from meshshard.tensor.rules import pointwise
+from meshshard.tensor.shard_tensor import RULES
 
 
 class Recorder(torch.Tensor):
@@ -257,3 +258,17 @@ def test_functorch_transforms_are_seen():
         torch.tensor(1.0)
     )
     assert active == [True]
+
+
+@pytest.mark.parametrize("name", ["select", "index_select"])
+def test_functions_that_pyg_replaces_call_the_original(record, name):
+    replaced = getattr(torch_geometric_imported(), name)
+    calls = record(lambda x: replaced(x, 0, 0 if name == "select" else torch.tensor([0])), 3, 2)[0]
+    assert getattr(private.ORIGINALS, name) in calls
+    assert getattr(private.ORIGINALS, name) in RULES
+
+
+def torch_geometric_imported():
+    import torch_geometric  # noqa: F401 - it replaces functions of torch
+
+    return torch

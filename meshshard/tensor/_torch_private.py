@@ -37,6 +37,10 @@ instead of those by code that torch.fx or TorchDynamo has generated (`silu`, `pa
 VF: Any = torch._C._VariableFunctions
 """The C++ functions that `torch.meshgrid` and `torch.atleast_1d` call if they get a list."""
 
+ORIGINALS: Any = torch._C._VariableFunctions
+"""The functions of `torch` itself: PyG replaces `torch.index_select` and `torch.select` by its own,
+which call these."""
+
 is_left_aligned = torch._nested_tensor_from_mask_left_aligned
 """What `nn.TransformerEncoder` asks about a padding mask before it makes nested tensors."""
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from meshshard.tensor._torch_private import NN, native
+from meshshard.tensor._torch_private import NN, ORIGINALS, native
 from meshshard.tensor.layout import as_layout
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, name_of, refuse, wrap
 
-HOMES = (torch, Tensor, F, torch.functional, torch.linalg, torch.special, NN)
+HOMES = (torch, Tensor, F, torch.functional, torch.linalg, torch.special, NN, ORIGINALS)
 
 
 def functions_named(names: str) -> list[Callable[..., Any]]:
