@@ -181,10 +181,7 @@ def to_owners(
             return rows[chosen] - sharding.first, [v.index_select(0, chosen) for v in values]
         if domain.size == 1:
             return rows.view(-1).view_as(rows), [v.view_as(v) for v in values]
-        ends = torch.tensor(sharding.sizes, device=rows.device).cumsum(0)
-        owner = torch.searchsorted(ends, rows.contiguous(), right=True)
-        order = torch.argsort(owner, stable=True)
-        send = torch.bincount(owner, minlength=domain.size).tolist()
+        order, send = domain.group_by_rank(sharding.owners(rows))
         mine, receive = domain.route(rows[order], send)
         op = AllToAll(domain, tuple(send), tuple(receive))
         return mine - sharding.first, [apply(op, v.index_select(0, order)) for v in values]

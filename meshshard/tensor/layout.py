@@ -105,9 +105,8 @@ def _places(blocks: Tensor, old: Sharding, before: int, n: int) -> Tensor:
         n: number of blocks in a row.
     """
     sizes = torch.tensor(old.sizes, device=blocks.device)
-    ends = sizes.cumsum(0)
     row = blocks // n % old.total
-    owner = torch.searchsorted(ends, row, right=True)
-    first, own = (ends - sizes)[owner], sizes[owner]
+    owner = old.owners(row)
+    first, own = (sizes.cumsum(0) - sizes)[owner], sizes[owner]
     batch = blocks // (n * old.total)
     return (before * first + batch * own + row - first) * n + blocks % n

@@ -36,10 +36,7 @@ def take_rows(x: ShardTensor, rows: Tensor, sharding: Sharding) -> ShardTensor:
     with native():
         values = x.movedim(x._dim, 0)
         if domain.size > 1:
-            ends = torch.tensor(old.sizes, device=rows.device).cumsum(0)
-            owner = torch.searchsorted(ends, rows, right=True)
-            order = torch.argsort(owner, stable=True)
-            want = torch.bincount(owner, minlength=domain.size).tolist()
+            order, want = domain.group_by_rank(old.owners(rows))
             asked, send = domain.route(rows[order], want)
             sent = values.index_select(0, asked - old.first)
             received = apply(AllToAll(domain, tuple(send), tuple(want)), sent)

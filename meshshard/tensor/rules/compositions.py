@@ -242,7 +242,7 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
     if sum(counts) > source.numel():
         raise RuntimeError("masked_scatter: expected the source to have an element for each True")
     wanted = Sharding(sharding.domain, counts)
-    rows = torch.arange(wanted.first, wanted.first + wanted.own, device=flat.device)
+    rows = wanted.rows(flat.device)
     values = torch.flatten(source)
     values = take_rows(values, rows, wanted) if type(values) is ShardTensor else values[rows]
     with native():

@@ -184,8 +184,7 @@ def _at_owners(sequence: ShardTensor, values: ShardTensor, args: Any, options: A
         flat = values.detach().reshape(-1)
         part = _places(firsts, flat, *args, **options).to(torch.int64) - 1
         owner = torch.tensor(have, device=flat.device)[part.clamp_min(0)]
-        order = torch.argsort(owner, stable=True)
-        send = torch.bincount(owner, minlength=domain.size).tolist()
+        order, send = domain.group_by_rank(owner)
         asked, receive = domain.route(flat[order], send)
         found = _places(sequence, asked, *args, **options) + old.first
         back = domain.all_to_all(found, receive, send, "places")

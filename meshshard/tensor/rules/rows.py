@@ -37,7 +37,7 @@ def rows_by(number: Callable[[Tensor], Tensor], x: ShardTensor, sizes: Sequence[
     """
     old = x._sharding
     new = Sharding(old.domain, sizes)
-    rows = number(torch.arange(new.first, new.first + new.own, device=x.device))
+    rows = number(new.rows(x.device))
     if old.origin is not None:
         source = take_rows(wrap(old.sources(x.device).clone(), old, 0), rows, new)
         with native():
@@ -125,18 +125,13 @@ def repeat_interleave(x: Any, repeats: Any = None, dim: int | None = None, **_: 
         plain = repeats.gather() if type(repeats) is ShardTensor else repeats
         return apply_local(torch.repeat_interleave, x, (plain, at))
     if isinstance(repeats, Tensor):
-        return _interleaved(x, as_layout(repeats, _row_numbers(x)), at)
+        like = wrap(x._sharding.rows(x.device), x._sharding, 0)
+        return _interleaved(x, as_layout(repeats, like), at)
     old = x._sharding
     with native():
         origin = None if old.origin is None else old.origin.repeat_interleave(repeats)
         new = Sharding(old.domain, [n * repeats for n in old.sizes], origin)
         return wrap(torch.repeat_interleave(x, repeats, at), new, at)
-
-
-def _row_numbers(x: ShardTensor) -> ShardTensor:
-    sharding = x._sharding
-    rows = torch.arange(sharding.first, sharding.first + sharding.own, device=x.device)
-    return wrap(rows, sharding, 0)
 
 
 def _interleaved(x: ShardTensor, repeats: ShardTensor, dim: int) -> ShardTensor:

@@ -69,7 +69,7 @@ def _runs(x: Sharded, flat: Any, order: Any, wanted: tuple[bool, bool], dim: int
     """The first of each run of equal rows, the run of each row, the lengths of the runs."""
     rows = flat if order is None else rows_at(flat, order)
     sharding = rows._sharding
-    own = torch.arange(sharding.first, sharding.first + sharding.own, device=x.device)
+    own = sharding.rows(x.device)
     with native():
         before = wrap((own - 1).clamp_min(0), sharding, 0)
     starts = (rows != rows_at(rows, before)).any(1)
