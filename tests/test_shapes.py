@@ -217,7 +217,7 @@ REFUSED = {
     "view_as": (lambda x: x.T.view_as(torch.ones(28)), "use reshape"),
     "squeeze_": (lambda x: x[1:2].squeeze_(), r"use squeeze\(0\)"),
     "plain in place": (
-        lambda x: torch.zeros(7, 4).double().addmm_(x.T, x),
+        lambda x: torch.zeros(7, 4).double().addmm_(x, torch.eye(4).double()),
         "a plain tensor cannot",
     ),
 }

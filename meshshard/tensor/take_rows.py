@@ -1,6 +1,8 @@
-"""take_rows: global rows by number, wherever they are; what permutations and sorts are made of."""
+"""take_rows: global rows by number, from the ranks that own them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +13,26 @@ from meshshard.tensor.align import require_whole_domain
 from meshshard.tensor.shard_tensor import ShardTensor, wrap
 from meshshard.tensor.sharding import Sharding
 
-__all__ = ["take_rows"]
+__all__ = ["sharding_of_rows", "take_rows"]
+
+
+def sharding_of_rows(rows: Tensor, old: Sharding, sizes: Sequence[int]) -> Sharding:
+    """The sharding of rows that are taken by number; each keeps its row in the source.
+
+    Random numbers are keyed by it, so they move with the row.
+
+    Args:
+        rows: as in `take_rows`.
+        old: sharding of the tensor from which they are taken.
+        sizes: number of rows that every rank wants.
+
+    Communication: that of `take_rows`, without backward, if rows are not numbered as in the source.
+    """
+    new = Sharding(old.domain, sizes)
+    if old.origin is None:
+        return new
+    sources = wrap(old.sources(rows.device).clone(), old, 0)
+    return Sharding(old.domain, sizes, take_rows(sources, rows, new).to_local())
 
 
 def take_rows(x: ShardTensor, rows: Tensor, sharding: Sharding) -> ShardTensor:

@@ -233,7 +233,7 @@ def pdist(x: ShardTensor, p: float = 2.0) -> Any:
         i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
         pairs: Any = torch.index_select(x, 0, i) - torch.index_select(x, 0, j)
         return torch.linalg.vector_norm(pairs, p, -1)
-    rows = torch.arange(sharding.first, sharding.first + sharding.own, device=x.device)
+    rows = sharding.rows(x.device)
     later = torch.arange(sharding.total, device=x.device) > rows[:, None]
     return torch.masked_select(torch.cdist(x, x, p, compute_mode=EXACT), wrap(later, sharding, 0))
 

@@ -23,7 +23,7 @@ from meshshard.tensor.shard_tensor import (
     wrap,
 )
 from meshshard.tensor.sharding import Sharding
-from meshshard.tensor.take_rows import take_rows
+from meshshard.tensor.take_rows import sharding_of_rows, take_rows
 
 Dims = int | Sequence[int]
 
@@ -31,18 +31,11 @@ Dims = int | Sequence[int]
 def rows_by(number: Callable[[Tensor], Tensor], x: ShardTensor, sizes: Sequence[int]) -> Sharded:
     """Row number(i) of a tensor as row i of the result, for all rows of the sizes.
 
-    Random numbers are keyed by the row in the source: a row keeps the one it has.
-
-    Communication: that of `take_rows`, twice if the tensor has rows in a source.
+    Communication: that of `take_rows` and of `sharding_of_rows`.
     """
     old = x._sharding
-    new = Sharding(old.domain, sizes)
-    rows = number(new.rows(x.device))
-    if old.origin is not None:
-        source = take_rows(wrap(old.sources(x.device).clone(), old, 0), rows, new)
-        with native():
-            new = Sharding(old.domain, sizes, source.view_as(source).detach())
-    return take_rows(x, rows, new)
+    rows = number(Sharding(old.domain, sizes).rows(x.device))
+    return take_rows(x, rows, sharding_of_rows(rows, old, sizes))
 
 
 def _list(value: Any) -> list[int]:

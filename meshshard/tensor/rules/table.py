@@ -47,17 +47,22 @@ def rowwise(func: Callable[..., Any]) -> Rule:
 def in_place(rule: Rule) -> Rule:
     """The rule of a function that changes its first argument, from that of the one that returns.
 
-    The result must have the shape of the argument; it is redistributed where its sharding differs.
+    Communication: that of `as_layout` if the result has other sizes or another sharded dim.
+
+    Raises:
+        RuntimeError: the result has another shape than the argument, as in torch.
+        NoShardRule: the result is sharded, but the argument is plain.
     """
 
     def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(x) is not ShardTensor:
-            why = "a plain tensor cannot be changed in place by a sharded one"
-            raise refuse("an in-place function", (x, *args), kwargs, why)
         out = rule(x.clone(), *args, **kwargs)
         if out.shape != x.shape:
             raise RuntimeError(f"output with shape {out.shape} doesn't match shape {x.shape}")
-        out = as_layout(out, x)
+        if type(x) is ShardTensor:
+            out = as_layout(out, x)
+        elif type(out) is ShardTensor:
+            why = "a plain tensor cannot be changed in place by a sharded one"
+            raise refuse("an in-place function", (x, *args), kwargs, why)
         with native():
             x.copy_(out)
         return x
