@@ -120,7 +120,7 @@ def variants(op: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call on a copy, so that a leaf stays; both the value and the changed copy are told."""
+    """Call on a copy, so that a leaf is not changed; return the value and the changed copy."""
 
     def _call(x: Any, *args: Any, **kwargs: Any) -> Any:
         changed = x.clone()
@@ -243,7 +243,7 @@ def calls_of_sample(op: Any, sample: Any) -> Iterator[Call]:
 
 
 def fresh(a: Any) -> Any:
-    """A leaf that can be differentiated and changed without a trace elsewhere."""
+    """A copy of a leaf for one run, with the same strides."""
     if not isinstance(a, torch.Tensor):
         return a
     copy = (

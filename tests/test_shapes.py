@@ -54,6 +54,9 @@ ROWS = {  # functions of a (7, 4) tensor; also of its transpose, with dims excha
     "prod": lambda x, d: x.prod(d) + x.prod(),
     "prod with a zero": lambda x, d: torch.where(x > 1.2, 0.0, x).prod(d, keepdim=True),
     "cov": lambda x, d: torch.cov(x, correction=0) + x.corrcoef(),
+    "addmm_ of a plain tensor": lambda x, d: (
+        torch.ones(4, 4).double().addmm_(x.movedim(d, 0).T, x.movedim(d, 0))
+    ),
     "vstack": lambda x, d: torch.vstack([x, x * x]),
     "dstack": lambda x, d: torch.dstack([x, x * x]),
     "column_stack": lambda x, d: torch.column_stack([x, x[:, 1]]),

@@ -1,4 +1,4 @@
-"""Elements and rows of sharded tensors by number: what reads and writes by index are made of.
+"""Elements and rows of sharded tensors by number, for reads and writes by index.
 
 An element has a number: its row times the number of elements of a row, plus its place in the row,
 so the elements of a rank are consecutive whichever dim is sharded.

@@ -58,8 +58,8 @@ def take_rows(x: ShardTensor, rows: Tensor, sharding: Sharding) -> ShardTensor:
         values = x.movedim(x._dim, 0)
         if domain.size > 1:
             order, want = domain.group_by_rank(old.owners(rows))
-            asked, send = domain.route(rows[order], want)
-            sent = values.index_select(0, asked - old.first)
+            requested, send = domain.route(rows[order], want)
+            sent = values.index_select(0, requested - old.first)
             received = apply(AllToAll(domain, tuple(send), tuple(want)), sent)
             back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)).to(order))
             values = received.index_select(0, back)

@@ -131,7 +131,9 @@ def _places(sequence: Tensor, values: Any, *args: Any, **options: Any) -> Tensor
 
 
 def searchsorted(sequence: Any, values: Any, *args: Any, **options: Any) -> Any:
-    """torch.searchsorted: in a plain sequence row-wise; in a sharded one the sum of the places.
+    """torch.searchsorted, row-wise in a plain sequence.
+
+    The place in a sharded sequence is the sum of the places in the parts of all ranks.
 
     Communication: none in a plain sequence; one all-reduce in a sharded one.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -176,10 +177,11 @@ def row_slice(x: ShardTensor, rows: slice) -> ShardTensor:
     """A slice of the global rows; no communication."""
     old = x._sharding
     start, stop, step = rows.indices(old.total)
-    parts, first = [], 0
-    for n in old.sizes:
-        parts.append(local_slice(range(start, stop, step), first, n))
-        first += n
+    firsts = itertools.accumulate(old.sizes, initial=0)
+    parts = [
+        local_slice(range(start, stop, step), first, n)
+        for first, n in zip(firsts, old.sizes, strict=False)
+    ]
     mine = parts[old.domain.rank]
     with native():
         local = x[(*[ALL] * x._dim, mine)]

@@ -43,8 +43,8 @@ def sorted_rows(x: Any, descending: bool = False) -> ShardTensor:
     """Global rows in sorted order along the sharded dim, for each column; stable, sharded as `x`.
 
     A sample sort: splitters, chosen from samples of each column, say which rank gets an element;
-    equal values are divided by row, so many ties do no harm. The ranks sort what they get, and send
-    the row of each element to the owner of its place.
+    equal values are ordered by row, so that ties are divided too. The ranks sort what they get, and
+    send the row of each element to the owner of its place.
 
     Communication: one all-to-all of samples and one of counts; twice counts, elements and places.
     """
