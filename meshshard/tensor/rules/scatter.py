@@ -1,7 +1,7 @@
 """Rules of scatter: sums and extremes of sharded rows by group, and writes in any sharding.
 
 PyG's `scatter` calls them in its norms and global pools: every row has the index of a group, and
-the groups are replicated (the tokens mechanism).
+the groups are replicated (see `tensor/tokens.py`).
 """
 
 from __future__ import annotations
