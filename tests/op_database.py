@@ -13,35 +13,30 @@ from itertools import product
 from typing import Any
 
 import torch
+from outcomes import (
+    ORDER,
+    TOLERANCE,
+    Outcome,
+    differs,
+    global_gradient,
+    on_ranks,
+    unequal,
+    worst,
+)
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from meshshard.comm import simulate
-from meshshard.errors import DomainError
-from meshshard.tensor import NoShardRule, ShardTensor, shard
+from meshshard.tensor import ShardTensor, shard
 
 RANKS = 3
 DEVICE = os.environ.get("MESHSHARD_TEST_DEVICE", "cpu")  # benchmarks/gpu.py sets it
-TOLERANCE = {  # relative to the largest number
-    torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-5, torch.complex64: 1e-5,
-    torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.complex32: 1e-2,
-}  # fmt: skip
 SPLITS = ((0.55, 0.0, 0.45), (0.0, 0.3, 0.7))  # share of the rows of each rank
-ORDER = ("exact", "refused", "wrong", "diverged", "error")  # the last one that occurs is told
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)
 # Random operations of the database seed the default generator, which simulated ranks share.
 common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
 NOT_TENSOR_WORK = ("to_sparse", "sparse", "jiterator", "torch.ops", "_segment_reduce", "nested")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one call: a word of `ORDER`, and why."""
-
-    kind: str
-    why: str = ""
 
 
 @dataclass
@@ -125,7 +120,7 @@ def variants(op: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call on a copy, so that a leaf stays; both the value and the changed copy are told."""
+    """Call on a copy, so that a leaf is not changed; return the value and the changed copy."""
 
     def _call(x: Any, *args: Any, **kwargs: Any) -> Any:
         changed = x.clone()
@@ -248,7 +243,7 @@ def calls_of_sample(op: Any, sample: Any) -> Iterator[Call]:
 
 
 def fresh(a: Any) -> Any:
-    """A leaf that can be differentiated and changed without a trace elsewhere."""
+    """A copy of a leaf for one run, with the same strides."""
     if not isinstance(a, torch.Tensor):
         return a
     copy = (
@@ -297,42 +292,11 @@ def of_rank(domain: Any, call: Call, values: list[Any], spec: Any, grads: list[A
     if found != spec and len(got) != len(values):
         return f"structure {found} for {spec}"
     for g, v in zip(got, values, strict=True):
-        if wrong := differs(g, v, call.compare):
+        if wrong := differs(g, v, compare=call.compare):
             return wrong
     if any(g is not None for g in grads):
         return gradients_differ(domain, call, leaves, got, values, grads)
     return ""
-
-
-def differs(got: Any, value: Any, compare: bool) -> str:
-    """What is wrong with one result, empty where nothing is."""
-    if not isinstance(value, torch.Tensor):
-        if isinstance(got, torch.Tensor):
-            return f"a tensor for {type(value).__name__}"
-        same = got == value or (compare is False) or (value != value and got != got)
-        return "" if same else f"{got!r} for {value!r}"
-    if not isinstance(got, torch.Tensor):
-        return f"{type(got).__name__} for a tensor"
-    if tuple(got.shape) != tuple(value.shape):
-        return f"shape {tuple(got.shape)} for {tuple(value.shape)}"
-    if got.dtype != value.dtype:
-        return f"dtype {got.dtype} for {value.dtype}"
-    whole = got.detach().gather() if type(got) is ShardTensor else got.detach()
-    return unequal(whole, value.detach()) if compare else ""
-
-
-def unequal(got: torch.Tensor, value: torch.Tensor, slack: float = 0.0) -> str:
-    """How values differ beyond rounding of their dtype, or beyond `slack` if it is larger."""
-    got, value = got.resolve_conj().resolve_neg(), value.resolve_conj().resolve_neg()
-    if not value.numel():
-        return ""
-    if not (value.is_floating_point() or value.is_complex()):
-        return "" if torch.equal(got, value) else "values differ"
-    slack = max(slack, TOLERANCE[value.dtype])
-    finite = value.abs()[value.isfinite()]
-    scale = max(finite.max().item() if finite.numel() else 1.0, 1e-3 if slack < 1e-6 else 1.0)
-    close = torch.allclose(got, value, rtol=slack, atol=slack * scale, equal_nan=True)
-    return "" if close else f"values differ by {(got - value).abs().max().item():.2e}"
 
 
 def gradients_differ(
@@ -354,11 +318,7 @@ def gradients_differ(
     found = torch.autograd.grad(outs, [leaves[i] for i in wanted], seeds, allow_unused=True)
     slack = max(TOLERANCE.get(out.dtype, 0.0) for out in outs)
     for i, g, v in zip(wanted, found, grads, strict=True):
-        if i in call.dims:
-            whole = None if g is None else g.detach().gather()
-        else:
-            part = torch.zeros_like(leaves[i]) if g is None else g.detach().clone()
-            whole = domain.all_reduce(part) / domain.size
+        whole = global_gradient(domain, leaves[i], g)
         if v is None and whole is not None and not whole.any():
             continue
         if whole is None and v is not None and not v.any():
@@ -373,27 +333,12 @@ def gradients_differ(
 def outcome(call: Call) -> Outcome | None:
     """What became of a call on three ranks; None where serial PyTorch does not run it either."""
     try:
-        want = serial(call)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            want = serial(call)
     except Exception:
         return None
-    told: list[Outcome | None] = [None] * RANKS
-
-    def _rank(domain: Any) -> None:
-        try:
-            wrong = of_rank(domain, call, *want)
-            told[domain.rank] = Outcome("wrong", wrong) if wrong else Outcome("exact")
-        except NoShardRule as error:
-            told[domain.rank] = Outcome("refused", str(error))
-        except DomainError as error:
-            told[domain.rank] = Outcome("diverged", str(error))
-        except Exception as error:
-            told[domain.rank] = Outcome("error", f"{type(error).__name__}: {error}")
-
-    simulate(RANKS, _rank, DEVICE)
-    kinds = {t.kind for t in told if t}
-    if len(kinds) > 1 and kinds != {"exact", "wrong"}:
-        return Outcome("diverged", "; ".join(f"rank {r}: {t}" for r, t in enumerate(told)))
-    return max((t for t in told if t), key=lambda t: ORDER.index(t.kind))
+    return worst(on_ranks(RANKS, lambda domain: of_rank(domain, call, *want), DEVICE))
 
 
 @dataclass
@@ -419,9 +364,7 @@ def judge(name: str, calls: Iterable[Call]) -> Verdict | None:
     counts: dict[str, int] = {}
     examples: dict[str, str] = {}
     for call in calls:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = outcome(call)
+        found = outcome(call)
         if found is None:
             continue
         counts[found.kind] = counts.get(found.kind, 0) + 1

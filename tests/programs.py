@@ -6,18 +6,16 @@ drawn while it runs serially, so that every step is valid there, and then run on
 """
 
 import random
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from outcomes import Outcome, differs, global_gradient, on_ranks, unequal, worst
 
-from meshshard.comm import simulate
-from meshshard.errors import DomainError
-from meshshard.tensor import NoShardRule, ShardTensor, shard
+from meshshard.tensor import shard
 
-TOLERANCE, HALF_TOLERANCE = 1e-9, 6e-2  # relative to the largest number; after autocast
+AUTOCAST, SINGLE = 6e-2, 1e-5  # tolerances of programs that compute with bfloat16 or float32
 # torch's own check, which may find a change of rows that it has saved where serial it saved a copy
 IN_PLACE = "modified by an inplace operation"
 Step = tuple[Callable[..., Any], tuple[int, ...], str]  # function, numbers of its tensors, as text
@@ -255,7 +253,7 @@ def works(program: Program, step: Step) -> bool:
 def on_rank(domain: Any, program: Program, want: list[Any], grads: list[Any]) -> str:
     """Run a program on one rank; what differs from serial, empty where nothing does."""
     loose = any("autocast" in text for _, _, text in program.steps)
-    slack = HALF_TOLERANCE if loose else 1e-5 if "float32" in str(program) else TOLERANCE
+    slack = AUTOCAST if loose else SINGLE if "float32" in str(program) else 0.0
     leaves: list[Any] = []
     for x, sharded in program.leaves:
         leaf = shard(x.clone(), domain, program.sizes) if sharded else x.clone()
@@ -269,69 +267,27 @@ def on_rank(domain: Any, program: Program, want: list[Any], grads: list[Any]) ->
         return ""
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
     for number, (g, v) in enumerate(zip(found, grads, strict=True)):
-        if program.leaves[number][1]:
-            whole = None if g is None else g.detach().gather()
-        else:
-            part = torch.zeros_like(program.leaves[number][0]) if g is None else g.detach().clone()
-            whole = domain.all_reduce(part) / domain.size
+        whole = global_gradient(domain, leaves[number], g)
         v = torch.zeros_like(program.leaves[number][0]) if v is None else v
         whole = torch.zeros_like(v) if whole is None else whole
-        if wrong := unequal(whole, v, 10 * slack):
+        if wrong := unequal(whole, v, max(10 * slack, 1e-8)):
             return f"gradient of t{number}: {wrong}"
     return ""
 
 
-def differs(got: Any, value: Any, slack: float) -> str:
-    if not isinstance(got, torch.Tensor):
-        return f"{type(got).__name__} for a tensor"
-    if tuple(got.shape) != tuple(value.shape):
-        return f"shape {tuple(got.shape)} for {tuple(value.shape)}"
-    if got.dtype != value.dtype:
-        return f"{got.dtype} for {value.dtype}"
-    whole = got.detach().gather() if isinstance(got, ShardTensor) else got.detach()
-    return unequal(whole, value.detach(), slack)
-
-
-def unequal(got: torch.Tensor, value: torch.Tensor, slack: float) -> str:
-    if not value.numel():
-        return ""
-    scale = max(value.abs().max().item(), 1e-3)
-    close = torch.allclose(got.double(), value.double(), rtol=slack, atol=slack * scale)
-    return (
-        "" if close else f"values differ by {(got - value).abs().max().item():.2e} of {scale:.2e}"
-    )
-
-
-def judge(program: Program) -> tuple[str, str]:
-    """What became of a program (exact, refused, wrong, diverged or error), and why."""
+def judge(program: Program) -> Outcome:
+    """What became of a program on simulated ranks."""
     leaves = leaves_of(program)
     want = run(program.steps, list(leaves))
     loss = loss_of(want)
     grads: list[Any] = [None] * len(leaves)
     if isinstance(loss, torch.Tensor):
         grads = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-    told: list[tuple[str, str]] = [("error", "nothing")] * len(program.sizes)
-
-    def _rank(domain: Any) -> None:
-        try:
-            wrong = on_rank(domain, program, want, grads)
-            told[domain.rank] = ("wrong", wrong) if wrong else ("exact", "")
-        except NoShardRule as error:
-            told[domain.rank] = ("refused", str(error))
-        except DomainError as error:
-            told[domain.rank] = ("diverged", str(error))
-        except Exception as error:
-            told[domain.rank] = ("error", f"{type(error).__name__}: {error}")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        simulate(len(program.sizes), _rank)
-    if any(IN_PLACE in why for _, why in told) and not any(kind == "exact" for kind, _ in told):
-        return "refused", IN_PLACE
-    kinds = {kind for kind, _ in told}
-    if len(kinds) > 1 and kinds != {"exact", "wrong"}:
-        return "diverged", "; ".join(f"rank {r}: {k} {w}" for r, (k, w) in enumerate(told))
-    return max(told, key=lambda t: ("exact", "refused", "wrong", "diverged", "error").index(t[0]))
+    found = on_ranks(len(program.sizes), lambda domain: on_rank(domain, program, want, grads))
+    changed = any(IN_PLACE in outcome.why for outcome in found)
+    if changed and not any(outcome.kind == "exact" for outcome in found):
+        return Outcome("refused", IN_PLACE)
+    return worst(found)
 
 
 __all__ = ["Program", "draw_program", "judge"]

@@ -54,6 +54,9 @@ ROWS = {  # functions of a (7, 4) tensor; also of its transpose, with dims excha
     "prod": lambda x, d: x.prod(d) + x.prod(),
     "prod with a zero": lambda x, d: torch.where(x > 1.2, 0.0, x).prod(d, keepdim=True),
     "cov": lambda x, d: torch.cov(x, correction=0) + x.corrcoef(),
+    "addmm_ of a plain tensor": lambda x, d: (
+        torch.ones(4, 4).double().addmm_(x.movedim(d, 0).T, x.movedim(d, 0))
+    ),
     "vstack": lambda x, d: torch.vstack([x, x * x]),
     "dstack": lambda x, d: torch.dstack([x, x * x]),
     "column_stack": lambda x, d: torch.column_stack([x, x[:, 1]]),
@@ -217,7 +220,7 @@ REFUSED = {
     "view_as": (lambda x: x.T.view_as(torch.ones(28)), "use reshape"),
     "squeeze_": (lambda x: x[1:2].squeeze_(), r"use squeeze\(0\)"),
     "plain in place": (
-        lambda x: torch.zeros(7, 4).double().addmm_(x.T, x),
+        lambda x: torch.zeros(7, 4).double().addmm_(x, torch.eye(4).double()),
         "a plain tensor cannot",
     ),
 }

@@ -2,7 +2,7 @@
 
 Every rank has a line of 64-bit cells that only it writes. A post is one cell: the number of the
 call in the upper half, a checksum of what it is in the lower half. There are two such cells, used
-in turn: a rank posts call n + 1 only after all have posted call n, so nobody still reads n - 1.
+in turn: a rank posts call n + 1 only after all have posted call n, so no rank still reads n - 1.
 
 A rank holds a lock on one byte of the file; the kernel releases it when the process ends, however
 it ends. The file has no name after all ranks have opened it, so nothing remains of it.

@@ -121,6 +121,18 @@ class Ranks:
         with _naming(self, what, x):
             return Pending(self, what, *self.transport.start_all_to_all(x, send, receive))
 
+    def group_by_rank(self, to: Tensor) -> tuple[Tensor, list[int]]:
+        """How rows are grouped by the rank that they go to, as all-to-alls expect them.
+
+        Args:
+            to: (n,) the rank that each row goes to.
+
+        Returns:
+            The rows in this order, which is stable, and the number of rows for every rank.
+        """
+        counts: list[int] = torch.bincount(to, minlength=self.size).tolist()
+        return torch.argsort(to, stable=True), counts
+
     def route(self, x: Tensor, send: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Send rows to ranks that do not know yet how many they will receive.
 

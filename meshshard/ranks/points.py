@@ -111,10 +111,8 @@ class Points:
         rows, indptr = self._incidence
         cell = torch.repeat_interleave(torch.arange(cells.own).to(rows), indptr.diff())
         found = torch.stack([rows, cell + cells.first, cells.sources(rows.device)[cell]], 1)
-        ends = torch.tensor(points.sizes).cumsum(0).to(rows)
-        owner = torch.searchsorted(ends, rows, right=True)
-        send = torch.bincount(owner, minlength=domain.size).tolist()
-        found, _ = domain.route(found[torch.argsort(owner, stable=True)], send)
+        order, send = domain.group_by_rank(points.owners(rows))
+        found, _ = domain.route(found[order], send)
         found = found[torch.argsort(found[:, 2], stable=True)]  # in the order of the file,
         found = found[torch.argsort(found[:, 0], stable=True)]  # by point
         counts = torch.bincount(found[:, 0] - points.first, minlength=points.own)

@@ -67,12 +67,7 @@ def align_broadcast(func: Any, args: Any) -> tuple[list[Any], ShardTensor, int]:
             if a._sharding is not sharding and a._sharding != sharding:
                 out[i] = _with_sizes_of(first, a, func, args)
         elif isinstance(a, Tensor) and a.ndim >= back:
-            rows = a.shape[a.ndim - back]
-            if rows not in (1, sharding.total):
-                why = f"a plain tensor has {rows} rows, expected 1 or {sharding.total}"
-                raise refuse(func, args, None, why)
-            if rows != 1:
-                out[i] = narrow_to_owned(a, sharding, a.ndim - back)
+            out[i] = narrow_to_broadcast(func, args, a, sharding, a.ndim - back)
     return out, first, back
 
 
@@ -88,6 +83,19 @@ def _with_sizes_of(first: ShardTensor, x: ShardTensor, func: Any, args: Any) -> 
         why = "the arguments have different numbers of rows"
         raise refuse(func, args, None, why)
     return x.redistribute(first._sharding.sizes)
+
+
+def narrow_to_broadcast(func: Any, args: Any, x: Tensor, sharding: Sharding, dim: int) -> Tensor:
+    """A plain tensor that broadcasts with owned rows: one row, or this rank's rows of all.
+
+    Raises:
+        NoShardRule: it has another number of rows.
+    """
+    rows, total = x.shape[dim], sharding.total
+    if rows not in (1, total):
+        why = f"a plain tensor has {rows} rows, expected 1 or {total}"
+        raise refuse(func, args, None, why)
+    return x if rows == 1 else narrow_to_owned(x, sharding, dim)
 
 
 def narrow_to_owned(x: Tensor, sharding: Sharding, dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Elements and rows of sharded tensors by number: what reads and writes by index are made of.
+"""Elements and rows of sharded tensors by number, for reads and writes by index.
 
 An element has a number: its row times the number of elements of a row, plus its place in the row,
 so the elements of a rank are consecutive whichever dim is sharded.
@@ -18,13 +18,15 @@ from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import narrow_to_owned
 from meshshard.tensor.shard_tensor import ShardTensor, wrap
 from meshshard.tensor.sharding import Sharding
-from meshshard.tensor.take_rows import take_rows
+from meshshard.tensor.take_rows import sharding_of_rows, take_rows
 
 __all__ = [
     "checked",
     "element_numbers",
     "flat_elements",
+    "is_aligned",
     "renumbered",
+    "require_fits",
     "rows_at",
     "sharded_if_long",
     "to_owners",
@@ -32,13 +34,18 @@ __all__ = [
 ]
 
 
-def flat_elements(x: ShardTensor) -> ShardTensor:
-    """The elements in the order of their numbers, sharded; no communication."""
+def flat_elements(x: ShardTensor, n_dims: int | None = None) -> ShardTensor:
+    """The elements in the order of their numbers, sharded; no communication.
+
+    Args:
+        x: sharded along any dim.
+        n_dims: how many dims, the sharded one first, are joined; by default all.
+    """
     old = x._sharding
     with native():
         local = x.movedim(x._dim, 0)
-        width = math.prod(local.shape[1:])
-        local = local.reshape(old.own * width)
+        width, rest = math.prod(local.shape[1:n_dims]), local.shape[n_dims or x.ndim :]
+        local = local.reshape(old.own * width, *rest)
         local = local.view_as(local) if local is x else local
     return wrap(local, Sharding(old.domain, [n * width for n in old.sizes]), 0)
 
@@ -92,6 +99,30 @@ def renumbered(x: Any, index: Tensor) -> Tensor:
     return wrap(number, index._sharding, index._dim) if type(index) is ShardTensor else number
 
 
+def require_fits(func: Any, x: Any, dim: int, index: Any, src: Any = None) -> None:
+    """Raise what torch raises in gather and scatter, by global shapes.
+
+    Raises:
+        RuntimeError: the index has another number of dims than the tensor or the source, or is
+            larger.
+    """
+    given, shape = tuple(index.shape), tuple(x.shape)
+    fits = len(given) == len(shape) and all(
+        n <= m or d == dim for d, (n, m) in enumerate(zip(given, shape, strict=True))
+    )
+    if isinstance(src, Tensor):
+        other = tuple(src.shape)
+        fits = fits and len(other) == len(given)
+        fits = fits and all(n <= m for n, m in zip(given, other, strict=True))
+    if not fits:
+        raise RuntimeError(f"{func.__name__}: index of shape {given} does not fit {shape}")
+
+
+def is_aligned(index: Any, x: ShardTensor) -> bool:
+    """Whether an index has the sharded dim and the sizes of a tensor."""
+    return type(index) is ShardTensor and index._dim == x._dim and index._sharding == x._sharding
+
+
 def checked(index: Tensor, n: int, negative: bool = True) -> Tensor:
     """Numbers from 0 to n - 1, from numbers that may be negative; laid out as the index.
 
@@ -123,7 +154,7 @@ def rows_at(x: Any, index: Tensor) -> Any:
         shape = (*index.shape, *x.shape[1:])
         rows = index.reshape(-1).view(-1).to(x.device)
         if type(index) is not ShardTensor:
-            return _replicated(x, rows).reshape(shape)
+            return _replicated_rows(x, rows).reshape(shape)
         taken = take_rows(x, rows, x._sharding).reshape(shape)
     return wrap(taken, index._sharding, index._dim)
 
@@ -131,21 +162,17 @@ def rows_at(x: Any, index: Tensor) -> Any:
 def sharded_if_long(index: Tensor, like: Sharding, dim: int = 0) -> Tensor:
     """A plain index with as many numbers along a dim as there are rows, sharded as the rows.
 
-    Random numbers are keyed by the row in the source: a row keeps the one it has.
-
-    Communication: that of `take_rows` if the rows have sources and the index is a plain row list.
+    Communication: that of `sharding_of_rows` if the index has one dim.
     """
     if type(index) is ShardTensor or index.ndim <= dim or index.shape[dim] != like.total:
         return index
     owned = narrow_to_owned(index, like, dim)
-    origin = None
-    if like.origin is not None and index.ndim == 1:
-        numbers = wrap(like.sources(index.device).clone(), like, 0)
-        origin = take_rows(numbers, owned, like).to_local().detach()
-    return wrap(owned.clone(), Sharding(like.domain, like.sizes, origin), dim)
+    if index.ndim == 1:
+        return wrap(owned.clone(), sharding_of_rows(owned, like, like.sizes), 0)
+    return wrap(owned.clone(), Sharding(like.domain, like.sizes), dim)
 
 
-def _replicated(x: ShardTensor, rows: Tensor) -> Tensor:
+def _replicated_rows(x: ShardTensor, rows: Tensor) -> Tensor:
     """Rows on every rank: each rank fills in its rows, an all-reduce adds them."""
     sharding = x._sharding
     local_rows = rows.to(x.device) - sharding.first
@@ -181,10 +208,7 @@ def to_owners(
             return rows[chosen] - sharding.first, [v.index_select(0, chosen) for v in values]
         if domain.size == 1:
             return rows.view(-1).view_as(rows), [v.view_as(v) for v in values]
-        ends = torch.tensor(sharding.sizes, device=rows.device).cumsum(0)
-        owner = torch.searchsorted(ends, rows.contiguous(), right=True)
-        order = torch.argsort(owner, stable=True)
-        send = torch.bincount(owner, minlength=domain.size).tolist()
+        order, send = domain.group_by_rank(sharding.owners(rows))
         mine, receive = domain.route(rows[order], send)
         op = AllToAll(domain, tuple(send), tuple(receive))
         return mine - sharding.first, [apply(op, v.index_select(0, order)) for v in values]

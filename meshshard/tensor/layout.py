@@ -15,7 +15,7 @@ from meshshard.tensor.shard_tensor import ShardTensor, refuse, wrap
 from meshshard.tensor.sharding import Sharding
 from meshshard.tensor.take_rows import take_rows
 
-__all__ = ["as_layout", "even_sizes", "rearranged", "reshard", "scaled_sizes"]
+__all__ = ["as_layout", "even_sizes", "rearranged", "reshard", "rows_between", "scaled_sizes"]
 
 
 def even_sizes(rows: int, ranks: int) -> list[int]:
@@ -28,11 +28,14 @@ def scaled_sizes(old: Sharding, rows: int) -> list[int]:
     """Sizes of another number of rows in about the same proportion."""
     if not old.total:
         return even_sizes(rows, old.domain.size)
-    ends, end = [0], 0
-    for n in old.sizes:
-        end += n
-        ends.append(end * rows // old.total)
+    ends = [end * rows // old.total for end in itertools.accumulate(old.sizes, initial=0)]
     return [b - a for a, b in itertools.pairwise(ends)]
+
+
+def rows_between(sizes: Sequence[int], first: int, last: int) -> list[int]:
+    """How many of the rows first:last every rank owns."""
+    ends = itertools.accumulate(sizes, initial=0)
+    return [max(0, min(last, b) - max(first, a)) for a, b in itertools.pairwise(ends)]
 
 
 def reshard(x: ShardTensor, dim: int, sizes: Sequence[int] | None = None) -> ShardTensor:
@@ -52,10 +55,13 @@ def as_layout(x: Tensor, like: ShardTensor) -> ShardTensor:
     other sizes; else as `rearranged`.
 
     Raises:
-        NoShardRule: the tensors belong to different domains.
+        NoShardRule: the tensors belong to different domains, or a plain one has other rows.
     """
     new, dim = like._sharding, like._dim
     if type(x) is not ShardTensor:
+        if x.ndim <= dim or x.shape[dim] != new.total:
+            why = f"a plain tensor has shape {tuple(x.shape)}, expected {new.total} rows, dim {dim}"
+            raise refuse("redistribute", (like,), None, why)
         rows = narrow_to_owned(x, new, dim)
         return wrap(rows.view_as(rows), new, dim)
     if x._sharding.domain.group != new.domain.group:
@@ -105,9 +111,8 @@ def _places(blocks: Tensor, old: Sharding, before: int, n: int) -> Tensor:
         n: number of blocks in a row.
     """
     sizes = torch.tensor(old.sizes, device=blocks.device)
-    ends = sizes.cumsum(0)
     row = blocks // n % old.total
-    owner = torch.searchsorted(ends, row, right=True)
-    first, own = (ends - sizes)[owner], sizes[owner]
+    owner = old.owners(row)
+    first, own = (sizes.cumsum(0) - sizes)[owner], sizes[owner]
     batch = blocks // (n * old.total)
     return (before * first + batch * own + row - first) * n + blocks % n

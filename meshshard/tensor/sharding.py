@@ -67,10 +67,19 @@ class Sharding:
         """The same sharding, which is constant."""
         return self
 
+    def rows(self, device: torch.device | None = None) -> Tensor:
+        """(n_owned,) int64 global row of every owned row."""
+        return torch.arange(self.first, self.first + self.own, device=device)
+
+    def owners(self, rows: Tensor) -> Tensor:
+        """The rank that owns each of some global rows."""
+        ends = torch.tensor(self.sizes, device=rows.device).cumsum(0)
+        return torch.searchsorted(ends, rows.contiguous(), right=True)
+
     def sources(self, device: torch.device | None = None) -> Tensor:
         """(n_owned,) int64 row in the source of every owned row."""
         if self.origin is None:
-            return torch.arange(self.first, self.first + self.own, device=device)
+            return self.rows(device)
         return self.origin.to(device or self.origin.device)
 
     def __eq__(self, other: object) -> bool:

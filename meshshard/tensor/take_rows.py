@@ -1,6 +1,8 @@
-"""take_rows: global rows by number, wherever they are; what permutations and sorts are made of."""
+"""take_rows: global rows by number, from the ranks that own them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +13,26 @@ from meshshard.tensor.align import require_whole_domain
 from meshshard.tensor.shard_tensor import ShardTensor, wrap
 from meshshard.tensor.sharding import Sharding
 
-__all__ = ["take_rows"]
+__all__ = ["sharding_of_rows", "take_rows"]
+
+
+def sharding_of_rows(rows: Tensor, old: Sharding, sizes: Sequence[int]) -> Sharding:
+    """The sharding of rows that are taken by number; each keeps its row in the source.
+
+    Random numbers are keyed by it, so they move with the row.
+
+    Args:
+        rows: as in `take_rows`.
+        old: sharding of the tensor from which they are taken.
+        sizes: number of rows that every rank wants.
+
+    Communication: that of `take_rows`, without backward, if rows are not numbered as in the source.
+    """
+    new = Sharding(old.domain, sizes)
+    if old.origin is None:
+        return new
+    sources = wrap(old.sources(rows.device).clone(), old, 0)
+    return Sharding(old.domain, sizes, take_rows(sources, rows, new).to_local())
 
 
 def take_rows(x: ShardTensor, rows: Tensor, sharding: Sharding) -> ShardTensor:
@@ -36,12 +57,9 @@ def take_rows(x: ShardTensor, rows: Tensor, sharding: Sharding) -> ShardTensor:
     with native():
         values = x.movedim(x._dim, 0)
         if domain.size > 1:
-            ends = torch.tensor(old.sizes, device=rows.device).cumsum(0)
-            owner = torch.searchsorted(ends, rows, right=True)
-            order = torch.argsort(owner, stable=True)
-            want = torch.bincount(owner, minlength=domain.size).tolist()
-            asked, send = domain.route(rows[order], want)
-            sent = values.index_select(0, asked - old.first)
+            order, want = domain.group_by_rank(old.owners(rows))
+            requested, send = domain.route(rows[order], want)
+            sent = values.index_select(0, requested - old.first)
             received = apply(AllToAll(domain, tuple(send), tuple(want)), sent)
             back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)).to(order))
             values = received.index_select(0, back)

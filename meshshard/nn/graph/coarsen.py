@@ -150,8 +150,7 @@ def _number_clusters(domain: Domain, labels: Tensor) -> tuple[Sharding, Tensor]:
     here[labels] = domain.size - domain.rank
     owner = domain.size - domain.all_reduce(here, "max")
     domain.run_collectively(lambda: _without_gaps(owner, domain.size), "coarsen")
-    order = torch.argsort(owner, stable=True)
-    sizes = torch.bincount(owner, minlength=domain.size).tolist()
+    order, sizes = domain.group_by_rank(owner)
     clusters = Sharding(domain, sizes)
     clusters.origin = order[clusters.first : clusters.first + clusters.own]
     number = torch.empty_like(order)
@@ -169,10 +168,7 @@ def _without_gaps(owner: Tensor, size: int) -> None:
 
 def _send_to_clusters(rows: Tensor, clusters: Sharding, number: Tensor) -> Tensor:
     """Rows (source, label, …) sent to the ranks that own the clusters."""
-    ends = torch.tensor(clusters.sizes, device=rows.device).cumsum(0)
-    owner = torch.searchsorted(ends, number[rows[:, 1]], right=True)
-    order = torch.argsort(owner, stable=True)
-    send = torch.bincount(owner, minlength=len(clusters.sizes)).tolist()
+    order, send = clusters.domain.group_by_rank(clusters.owners(number[rows[:, 1]]))
     return clusters.domain.route(rows[order], send)[0]
 
 

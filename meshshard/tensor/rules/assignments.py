@@ -38,9 +38,7 @@ def setitem(x: Any, index: Any, value: Any) -> None:
     """
     items = [as_index(x, i) for i in (index if isinstance(index, tuple) else (index,))]
     if type(x) is not ShardTensor:
-        out = index_put(x.clone(), tuple(items), value)
-        with native():
-            x.copy_(out)
+        index_put_(x, tuple(items), value)
         return
     full_mask = len(items) == 1 and is_mask(items[0]) and items[0].dim() == ndim_of(x)
     one = not isinstance(value, Tensor) or (type(value) is Tensor and value.numel() == 1)
@@ -54,9 +52,7 @@ def setitem(x: Any, index: Any, value: Any) -> None:
         if _is_local(x, items, row, value):
             _set_local(x, items, row, value)
             return
-    out = index_put(x.clone(), tuple(items), value)
-    with native():
-        x.copy_(out)
+    index_put_(x, tuple(items), value)
 
 
 def _is_local(x: ShardTensor, items: list[Any], row: int, value: Any) -> bool:
@@ -85,8 +81,7 @@ def _check_value(x: ShardTensor, items: list[Any], value: Any) -> None:
     Raises:
         RuntimeError: the value does not broadcast to what numbers and slices select.
     """
-    simple = all(i is None or isinstance(i, (int, slice)) for i in items)
-    if not simple or not isinstance(value, Tensor):
+    if not all(map(is_basic, items)) or not isinstance(value, Tensor):
         return
     target = tuple(torch.empty(x.shape, device="meta")[tuple(items)].shape)
     given = tuple(value.shape)
@@ -146,7 +141,8 @@ def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> An
     return write_elements(x, plain(chosen), values, op)
 
 
+index_put_ = in_place(index_put)
 RULES: dict[Any, Rule] = {
     Tensor.__setitem__: setitem,
-    **named({"index_put": index_put, "index_put_": in_place(index_put)}),
+    **named({"index_put": index_put, "index_put_": index_put_}),
 }

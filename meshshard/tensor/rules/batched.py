@@ -20,7 +20,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from meshshard.comm import Domain
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import (
-    narrow_to_owned,
+    narrow_to_broadcast,
     ndim_of,
     require_same_sharding,
     require_whole_domain,
@@ -158,7 +158,8 @@ def _owned(
     if dim < 0:
         return x
     if type(x) is not ShardTensor:
-        x = _narrowed(func, x, sharding, dim)
+        x = narrow_to_broadcast(func, (x,), x, sharding, dim)
+        x = x.expand([sharding.own if d == dim else n for d, n in enumerate(x.shape)])
     if sharding.own or not pad:
         return x
     with native():
@@ -167,19 +168,10 @@ def _owned(
         )
 
 
-def _narrowed(func: Any, x: Tensor, sharding: Sharding, dim: int) -> Tensor:
-    """Owned rows of a plain tensor that has all rows, or one that is repeated."""
-    rows = x.shape[dim]
-    if rows == sharding.total:
-        return narrow_to_owned(x, sharding, dim)
-    if rows != 1:
-        why = f"a plain tensor has {rows} rows, expected 1 or {sharding.total}"
-        raise refuse(func, (x,), None, why)
-    return x.expand([sharding.own if d == dim else n for d, n in enumerate(x.shape)])
-
-
 def _agreed(domain: Domain, call: Callable[[], Any]) -> Any:
     """The result of a call; if it fails on any rank, the error is raised on all.
+
+    Communication: one all-reduce of a flag; one gather of objects if it failed.
 
     Raises:
         LinAlgError: a matrix is singular, or the algorithm did not converge.
@@ -192,8 +184,8 @@ def _agreed(domain: Domain, call: Callable[[], Any]) -> Any:
     failed = torch.tensor([float(error is not None)], device=domain.device)
     if not domain.all_reduce_(failed, "errors", "max").item():
         return out
-    told = domain.share(str(error) if error else None)
-    rank, message = next((r, e) for r, e in enumerate(told) if e is not None)
+    messages = domain.share(str(error) if error else None)
+    rank, message = next((r, text) for r, text in enumerate(messages) if text is not None)
     raise LinAlgError(f"rank {rank}: {message}") from error
 
 

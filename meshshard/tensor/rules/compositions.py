@@ -19,7 +19,7 @@ from meshshard.tensor.sharding import Sharding
 from meshshard.tensor.take_rows import take_rows
 
 broadcast_shapes: Any = torch.broadcast_shapes  # these have no types
-broadcast_tensors_: Any = torch.broadcast_tensors
+_torch_broadcast_tensors: Any = torch.broadcast_tensors
 atleast_1d: Any = torch.atleast_1d
 atleast_2d: Any = torch.atleast_2d
 
@@ -102,7 +102,7 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
     views = [
         x.reshape([-1 if d == i else 1 for d in range(n)]) for i, x in enumerate(one_sharded(given))
     ]
-    grids = list(broadcast_tensors_(*views))
+    grids = list(_torch_broadcast_tensors(*views))
     if swap:
         grids[:2] = grids[1::-1]
     return tuple(grids)
@@ -229,7 +229,7 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
 
     Communication: one gather of objects; that of `rearranged` unless the first dim is sharded.
     """
-    x, mask = broadcast_tensors_(x, mask)
+    x, mask = _torch_broadcast_tensors(x, mask)
     flat: Any = torch.flatten(x)
     chosen = torch.flatten(mask)
     first = flat if type(flat) is ShardTensor else chosen if type(chosen) is ShardTensor else None
@@ -242,7 +242,7 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
     if sum(counts) > source.numel():
         raise RuntimeError("masked_scatter: expected the source to have an element for each True")
     wanted = Sharding(sharding.domain, counts)
-    rows = torch.arange(wanted.first, wanted.first + wanted.own, device=flat.device)
+    rows = wanted.rows(flat.device)
     values = torch.flatten(source)
     values = take_rows(values, rows, wanted) if type(values) is ShardTensor else values[rows]
     with native():

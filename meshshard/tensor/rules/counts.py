@@ -131,7 +131,9 @@ def _places(sequence: Tensor, values: Any, *args: Any, **options: Any) -> Tensor
 
 
 def searchsorted(sequence: Any, values: Any, *args: Any, **options: Any) -> Any:
-    """torch.searchsorted: in a plain sequence row-wise; in a sharded one the sum of the places.
+    """torch.searchsorted, row-wise in a plain sequence.
+
+    The place in a sharded sequence is the sum of the places in the parts of all ranks.
 
     Communication: none in a plain sequence; one all-reduce in a sharded one.
     """
@@ -184,8 +186,7 @@ def _at_owners(sequence: ShardTensor, values: ShardTensor, args: Any, options: A
         flat = values.detach().reshape(-1)
         part = _places(firsts, flat, *args, **options).to(torch.int64) - 1
         owner = torch.tensor(have, device=flat.device)[part.clamp_min(0)]
-        order = torch.argsort(owner, stable=True)
-        send = torch.bincount(owner, minlength=domain.size).tolist()
+        order, send = domain.group_by_rank(owner)
         asked, receive = domain.route(flat[order], send)
         found = _places(sequence, asked, *args, **options) + old.first
         back = domain.all_to_all(found, receive, send, "places")
@@ -234,7 +235,7 @@ def pdist(x: ShardTensor, p: float = 2.0) -> Any:
         i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
         pairs: Any = torch.index_select(x, 0, i) - torch.index_select(x, 0, j)
         return torch.linalg.vector_norm(pairs, p, -1)
-    rows = torch.arange(sharding.first, sharding.first + sharding.own, device=x.device)
+    rows = sharding.rows(x.device)
     later = torch.arange(sharding.total, device=x.device) > rows[:, None]
     return torch.masked_select(torch.cdist(x, x, p, compute_mode=EXACT), wrap(later, sharding, 0))
 

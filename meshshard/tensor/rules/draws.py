@@ -126,8 +126,8 @@ def multinomial(x: Any, num_samples: int, replacement: bool = False, **kwargs: A
         if bool((x.sum(-1) == 0).any()):
             raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
         if not replacement:  # the largest of weights over exponential numbers
-            waits = wrap(-torch.log1p(-uniform_numbers(x)), x._sharding, x._dim)
-            return torch.topk(x / waits, num_samples, -1).indices
+            exponential = wrap(-torch.log1p(-uniform_numbers(x)), x._sharding, x._dim)
+            return torch.topk(x / exponential, num_samples, -1).indices
         ends = torch.cumsum(x, -1)
         if x._dim < x.ndim - 1:
             like = x.new_empty(*x.shape[:-1], num_samples)
@@ -179,7 +179,8 @@ def _alpha(keep_of: Callable[..., Tensor]) -> Rule:
     return _rule
 
 
-def _in_place(rule: Rule) -> Rule:
+def _with_inplace(rule: Rule) -> Rule:
+    """The rule of torch.dropout_ and the like, from that of the one that has `inplace`."""
     return lambda x, p, train: rule(x, p, train, True)
 
 
@@ -198,9 +199,9 @@ RULES: dict[Any, Rule] = {
     torch.rrelu_: lambda x, lower=1 / 8, upper=1 / 3, training=False: rrelu(
         x, lower, upper, training, True
     ),
-    torch.dropout_: _in_place(dropout),
+    torch.dropout_: _with_inplace(dropout),
     **dict.fromkeys((F.alpha_dropout, torch.alpha_dropout), alpha_dropout),
     **dict.fromkeys((F.feature_alpha_dropout, torch.feature_alpha_dropout), feature_alpha_dropout),
-    torch.alpha_dropout_: _in_place(alpha_dropout),
-    torch.feature_alpha_dropout_: _in_place(feature_alpha_dropout),
+    torch.alpha_dropout_: _with_inplace(alpha_dropout),
+    torch.feature_alpha_dropout_: _with_inplace(feature_alpha_dropout),
 }

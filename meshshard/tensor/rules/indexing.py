@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from meshshard.tensor.align import (
     ndim_of,
     require_same_sharding,
 )
-from meshshard.tensor.elements import checked, rows_at, sharded_if_long
+from meshshard.tensor.elements import checked, flat_elements, rows_at, sharded_if_long
 from meshshard.tensor.layout import as_layout
 from meshshard.tensor.row_copy import row_copy
 from meshshard.tensor.rules.row_reads import rows_of
@@ -110,19 +110,10 @@ def _by_tensors(x: ShardTensor, items: list[Any], row: int) -> Any:
         number = number * y.shape[at[k]] + numbers[k]
     rest = [d for d in range(ndim_of(y)) if d not in at]
     table: Any = y.permute([at[k] for k in order] + rest)
-    out = rows_at(_flattened(table, len(at)), sharded_if_long(number, x._sharding))
+    out = rows_at(flat_elements(table, len(at)), sharded_if_long(number, x._sharding))
     first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     n = ndim_of(number)
     return out.movedim(tuple(range(n)), tuple(range(first, first + n)))
-
-
-def _flattened(x: Any, n: int) -> ShardTensor:
-    """The first n dims as one; the first of all is sharded."""
-    old = x._sharding
-    with native():
-        width = math.prod(x.shape[1:n])
-        local = x.reshape(old.own * width, *x.shape[n:])
-        return wrap(local, Sharding(old.domain, [size * width for size in old.sizes]), 0)
 
 
 def as_index(x: Any, index: Any) -> Any:
@@ -160,7 +151,7 @@ def _other_dims(x: ShardTensor, items: list[Any]) -> ShardTensor:
     if all(isinstance(i, slice) and i == ALL for i in items):
         return x
     items = [i.gather() if type(i) is ShardTensor else i for i in items]
-    if all(i is None or isinstance(i, (int, slice)) for i in items):
+    if all(map(is_basic, items)):
         real = [n for n, i in enumerate(items) if i is not None]
         dim = sum(not isinstance(i, int) for i in items[: real[x._dim]])
         with native():
@@ -186,10 +177,11 @@ def row_slice(x: ShardTensor, rows: slice) -> ShardTensor:
     """A slice of the global rows; no communication."""
     old = x._sharding
     start, stop, step = rows.indices(old.total)
-    parts, first = [], 0
-    for n in old.sizes:
-        parts.append(local_slice(range(start, stop, step), first, n))
-        first += n
+    firsts = itertools.accumulate(old.sizes, initial=0)
+    parts = [
+        local_slice(range(start, stop, step), first, n)
+        for first, n in zip(firsts, old.sizes, strict=False)
+    ]
     mine = parts[old.domain.rank]
     with native():
         local = x[(*[ALL] * x._dim, mine)]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from meshshard.comm import Domain
 from meshshard.tensor._torch_private import native
-from meshshard.tensor.align import global_shape, narrow_to_owned, ndim_of
-from meshshard.tensor.layout import as_layout, reshard
+from meshshard.tensor.align import global_shape, ndim_of
+from meshshard.tensor.layout import as_layout, reshard, rows_between
 from meshshard.tensor.rules.reshape import shape_of
 from meshshard.tensor.rules.table import named
 from meshshard.tensor.shard_tensor import (
@@ -27,7 +27,11 @@ from meshshard.tensor.sharding import Sharding
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> Any:
-    """torch.cat; along the sharded dim, rows move between ranks to keep the order of torch."""
+    """torch.cat; along the sharded dim, rows move between ranks to keep the order of torch.
+
+    Communication: along the sharded dim one all-to-all for each tensor, forward and backward; else
+    that of `as_layout`.
+    """
     tensors = [x for x in tensors if shape_of(x) != (0,)] or tensors  # torch ignores them
     if not sharded_in(tensors):
         return torch.cat(tuple(tensors), dim)
@@ -36,7 +40,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> Any:
     _require_same_shape(tensors, dim)
     if dim == first._dim:
         return _cat_rows(tensors, dim)
-    parts = [_owned_part(x, first) for x in tensors]
+    parts: list[Tensor] = [as_layout(x, first) for x in tensors]
     with native():
         return wrap(torch.cat(parts, dim), first._sharding, first._dim)
 
@@ -50,16 +54,6 @@ def _require_same_shape(tensors: Sequence[Tensor], dim: int) -> None:
     shapes = [tuple(shape_of(x)) for x in tensors]
     if len({(len(s), *s[:dim], *s[dim + 1 :]) for s in shapes}) > 1:
         raise RuntimeError(f"cat: expected the same shape except in dim {dim}, got {shapes}")
-
-
-def _owned_part(x: Tensor, first: ShardTensor) -> Tensor:
-    """Owned rows of one argument of `torch.cat` or `torch.stack`."""
-    if type(x) is ShardTensor:
-        return as_layout(x, first)
-    if x.shape[first._dim] != first._sharding.total:
-        why = f"a plain tensor of shape {tuple(x.shape)} has another number of rows"
-        raise refuse(torch.cat, (first,), None, why)
-    return narrow_to_owned(x, first._sharding, first._dim)
 
 
 def _cat_rows(tensors: Sequence[Tensor], dim: int) -> Any:
@@ -77,7 +71,7 @@ def _cat_rows(tensors: Sequence[Tensor], dim: int) -> Any:
     has_origin = any(s.origin is not None for s in old)
     parts, origins, start = [], [], 0
     for x, s in zip(found, old, strict=True):
-        wanted = _rows_between(sizes, start, start + s.total)
+        wanted = rows_between(sizes, start, start + s.total)
         rows = domain.redistribute(x.to_local().movedim(dim, 0), s.sizes, wanted)
         parts.append(rows.movedim(0, dim))
         if has_origin:
@@ -99,22 +93,16 @@ def _with_plain_rows(tensors: Sequence[Tensor], domain: Domain, dim: int) -> lis
     return out
 
 
-def _rows_between(sizes: Sequence[int], first: int, last: int) -> list[int]:
-    """How many of the rows first:last each rank owns."""
-    out, start = [], 0
-    for n in sizes:
-        out.append(max(0, min(last, start + n) - max(first, start)))
-        start += n
-    return out
-
-
 def stack(tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> Any:
-    """torch.stack along a new dim."""
+    """torch.stack along a new dim.
+
+    Communication: that of `as_layout`.
+    """
     first = sharded_in(tensors)[0]
     if len({shape_of(x) for x in tensors}) > 1:
         raise RuntimeError(f"stack expects equal shapes, got {[tuple(x.shape) for x in tensors]}")
     dim = normalize_dim(dim, ndim_of(first) + 1)
-    parts = [_owned_part(x, first) for x in tensors]
+    parts: list[Tensor] = [as_layout(x, first) for x in tensors]
     with native():
         return wrap(torch.stack(parts, dim), first._sharding, first._dim + (dim <= first._dim))
 

@@ -44,11 +44,16 @@ MAY_FAIL = {
 }
 
 
-def _at_side(left_signature: str, at: int = 99) -> Callable[..., str]:
-    """The signature of a solver, whose unknown may be on the right; `left` may be argument `at`."""
+def _at_side(left_signature: str, at: int | None = None) -> Callable[..., str]:
+    """The signature of a solver whose unknown is on the left or, with `left=False`, on the right.
+
+    Args:
+        left_signature: that with the unknown on the left.
+        at: position of the argument `left`; None if it is given by name only.
+    """
 
     def _signature(*args: Any, **kwargs: Any) -> str:
-        left = args[at] if len(args) > at else kwargs.get("left", True)
+        left = args[at] if at is not None and len(args) > at else kwargs.get("left", True)
         return left_signature if left else left_signature.replace("nK", "Kn").replace("mK", "Km")
 
     return _signature
@@ -57,7 +62,7 @@ def _at_side(left_signature: str, at: int = 99) -> Callable[..., str]:
 SIDED: dict[str, Signature] = {
     "solve_triangular": _at_side("A nn, B nK -> nK"),
 }
-PADDED: dict[str, Signature] = {  # torch's gradients of no matrices are wrong
+PADDED: dict[str, Signature] = {  # torch's gradients for an empty batch are wrong
     "householder_product orgqr": "input mn, tau k -> mn",
     "ormqr": _at_side("input mk, input2 k, input3 mK -> mK", 3),
 }

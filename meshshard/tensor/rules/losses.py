@@ -230,8 +230,7 @@ def _numbered(x: Any, dim: int, n: int) -> Any:
     """The numbers of the classes, sharded as they are."""
     if type(x) is not ShardTensor or x._dim != dim:
         return torch.arange(n, device=x.device)
-    s = x._sharding
-    return wrap(torch.arange(s.first, s.first + s.own, device=x.device), s, 0)
+    return wrap(x._sharding.rows(x.device), x._sharding, 0)
 
 
 def _owned_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from meshshard.tensor._torch_private import native
 from meshshard.tensor.layout import as_layout, reshard
 from meshshard.tensor.rules.compositions import one_sharded
 from meshshard.tensor.rules.matmul import added
-from meshshard.tensor.rules.table import functions_named, in_place, named
+from meshshard.tensor.rules.table import functions_named, in_place, int_list, named, rowwise
 from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, sharded_in, wrap
 
 
@@ -66,7 +66,7 @@ def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -
 def gradient(x: Any, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> list[Any]:
     """torch.gradient: central differences, one-sided at the two ends of a dim."""
     torch.gradient(torch.empty(x.shape, device="meta"), dim=dim, edge_order=edge_order)  # raises
-    dims = range(x.ndim) if dim is None else _list(dim)
+    dims = range(x.ndim) if dim is None else int_list(dim)
     spacing = 1 if spacing is None else spacing
     steps = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
     if len(steps) != len(dims):
@@ -103,6 +103,7 @@ def _gradient(x: Any, spacing: Any, dim: int, edge_order: int) -> Any:
 
 
 def _fit(x: Any, like: Any) -> Any:
+    """A sharded tensor in the layout of another; a plain one as it is."""
     return as_layout(x, like) if type(x) is type(like) is ShardTensor else x
 
 
@@ -138,7 +139,7 @@ def tensordot(a: Any, b: Any, dims: Any = 2, **_: Any) -> Any:
     if isinstance(dims, int):
         dims = (range(a.ndim - dims, a.ndim), range(dims))
     left, right = (
-        [d % x.ndim for d in _list(given)] for x, given in zip((a, b), dims, strict=True)
+        [d % x.ndim for d in int_list(given)] for x, given in zip((a, b), dims, strict=True)
     )
     labels_a = [chr(ord("a") + d) for d in range(a.ndim)]
     labels_b = [chr(ord("A") + d) for d in range(b.ndim)]
@@ -152,10 +153,6 @@ def tensordot(a: Any, b: Any, dims: Any = 2, **_: Any) -> Any:
     out = [c for d, c in enumerate(labels_a) if d not in left]
     out += [c for d, c in enumerate(labels_b) if d not in right]
     return torch.einsum(f"{''.join(labels_a)},{''.join(labels_b)}->{''.join(out)}", a, b)
-
-
-def _list(value: Any) -> list[int]:
-    return [value] if isinstance(value, int) else list(value)
 
 
 def vecdot(a: Any, b: Any, *, dim: int = -1) -> Any:
@@ -231,7 +228,7 @@ def equal(a: Any, b: Any) -> bool:
 def isin(
     elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> Any:
-    """torch.isin; sharded test elements travel around a ring.
+    """torch.isin; blocks of sharded test elements are shifted around the ring of ranks.
 
     Communication: for sharded test elements one shift for each rank, or one all-reduce.
     """
@@ -255,18 +252,6 @@ def _in_sharded(elements: Any, tests: ShardTensor) -> Tensor:
     return functools.reduce(torch.logical_or, every)
 
 
-def _each(func: Callable[..., Any]) -> Rule:
-    """The rule of a row-wise function with several results."""
-
-    def _rule(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
-        with native():
-            out = func(x, *args, **kwargs)
-        many = [wrap(o, x._sharding, x._dim) for o in out]
-        return tuple(many) if type(out) is tuple else type(out)(many)
-
-    return _rule
-
-
 def _to(dtype: torch.dtype) -> Rule:
     return lambda x, **options: x.to(dtype, **options)
 
@@ -279,8 +264,8 @@ RULES: dict[Any, Rule] = {
         "vecdot": vecdot, "inner": inner, "tensordot": tensordot, "kron": kron,
         "cov": cov, "corrcoef": corrcoef,
         "addr": added(torch.outer), "addbmm": added(lambda a, b: torch.bmm(a, b).sum(0)),
-        "equal": equal, "allclose": allclose, "isin": isin, "frexp": _each(torch.frexp),
-        "unravel_index": _each(torch.unravel_index),
+        "equal": equal, "allclose": allclose, "isin": isin, "frexp": rowwise(torch.frexp),
+        "unravel_index": rowwise(torch.unravel_index),
         "cdouble": _to(torch.complex128), "cfloat": _to(torch.complex64),
         "chalf": _to(torch.complex32),
     }),

@@ -104,7 +104,7 @@ def moved_from(x: ShardTensor, out: Sharded) -> Sharded:
 
 
 def _is_view(x: ShardTensor, shape: Sequence[int], dim: int, sharding: Sharding) -> bool:
-    """Whether a reshape of several rows is a view; that of one row may be one on this rank only."""
+    """Whether torch's reshape is a view, which the strides of at most one owned row cannot tell."""
     old, new = x._sharding.total, sharding.total
     rows = 2 * max(1, old // max(new, 1))
     try:
@@ -117,9 +117,9 @@ def _is_view(x: ShardTensor, shape: Sequence[int], dim: int, sharding: Sharding)
 
 
 def _with_rows(x: ShardTensor, rows: int) -> Tensor:
-    """A tensor without data as `x`, which has at most one row, would be with more.
+    """A tensor without data with the strides that `x`, of at most one row, has with more rows.
 
-    In memory, more rows lie between the elements of dims with the same or a larger stride.
+    In memory, the rows lie between the elements of dims with the same or a larger stride.
     """
     shape = [rows if d == x._dim else n for d, n in enumerate(local_shape(x))]
     with native():

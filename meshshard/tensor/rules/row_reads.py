@@ -14,7 +14,9 @@ from meshshard.tensor.elements import (
     checked,
     element_numbers,
     flat_elements,
+    is_aligned,
     renumbered,
+    require_fits,
     rows_at,
     sharded_if_long,
 )
@@ -32,7 +34,10 @@ from meshshard.tensor.shard_tensor import (
 
 
 def rows_of(x: Sharded, dim: int, index: Tensor) -> Any:
-    """Rows along the sharded dim; the index may have several dims, which replace that dim."""
+    """Rows along the sharded dim; the index may have several dims, which replace that dim.
+
+    Communication: that of `checked`, `check_plain_edges`, `sharded_if_long` and `rows_at`.
+    """
     ndim = ndim_of(index)
     if type(index) is not ShardTensor:
         check_plain_edges(x, index)
@@ -47,6 +52,8 @@ def index_select(x: Any, dim: int, index: Any) -> Any:
 
     Rows selected by sharded row numbers are sharded as these; by as many plain row numbers as there
     are rows (a permutation), sharded as `x`; by other plain row numbers, replicated.
+
+    Communication: along the sharded dim that of `rows_of`; else one all-to-all of a sharded index.
     """
     dim = normalize_dim(dim, ndim_of(x))
     if ndim_of(index) > 1:
@@ -71,35 +78,17 @@ def gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     Communication: none along another dim if the index has the rows of `x`; else that of `rows_at`.
     """
     dim = normalize_dim(dim, ndim_of(x))
-    _require_fits(x, dim, index)
-    if ndim_of(index) != ndim_of(x):  # the index is empty, or x has no dim
+    if ndim_of(x) and ndim_of(index) and index.shape.numel():
+        require_fits(torch.gather, x, dim, index)
+    if ndim_of(index) != ndim_of(x):  # the index is empty, or one of them has no dim
         return x.new_empty(index.shape) + x.sum() * 0 if 0 in index.shape else x.expand(index.shape)
     index = checked(index, x.shape[dim] if ndim_of(x) else 1, negative=False)
     if type(x) is not ShardTensor:
         return _gather_plain(x, dim, index)
     index = sharded_if_long(index, x._sharding, x._dim)
-    if dim != x._dim and _lined_up(x, index):
+    if dim != x._dim and is_aligned(index, x):
         return apply_local(torch.gather, x, (dim, index))
     return rows_at(flat_elements(x), element_numbers(x, dim, index))
-
-
-def _require_fits(x: Any, dim: int, index: Any) -> None:
-    """Raise what torch raises, by global shapes.
-
-    Raises:
-        RuntimeError: the index has another number of dims, or is larger than the tensor.
-    """
-    shape, given = tuple(x.shape), tuple(index.shape)
-    if 0 in given:
-        return
-    fits = all(n <= m or d == dim for d, (n, m) in enumerate(zip(given, shape, strict=False)))
-    if (len(shape) != len(given) and min(len(shape), len(given)) > 0) or not fits:
-        raise RuntimeError(f"index of shape {given} does not fit a tensor of shape {shape}")
-
-
-def _lined_up(x: ShardTensor, index: Any) -> bool:
-    """Whether two tensors have the same sharded dim and sizes."""
-    return type(index) is ShardTensor and index._dim == x._dim and index._sharding == x._sharding
 
 
 def _gather_plain(x: Tensor, dim: int, index: ShardTensor) -> ShardTensor:
@@ -112,7 +101,10 @@ def _gather_plain(x: Tensor, dim: int, index: ShardTensor) -> ShardTensor:
 
 
 def take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
-    """torch.take_along_dim: gather after broadcasting; without a dim, of flattened tensors."""
+    """torch.take_along_dim: gather after broadcasting; without a dim, of flattened tensors.
+
+    Communication: that of `checked` and of `gather`.
+    """
     if dim is None:
         return gather(torch.flatten(x), 0, torch.flatten(checked(indices, x.shape.numel())))
     if ndim_of(x) != ndim_of(indices):
@@ -136,7 +128,9 @@ def _expanded(x: Any, shape: list[int]) -> Any:
 def take(x: Any, index: Any) -> Any:
     """torch.take: elements by their index in the flattened tensor; sharded as the index.
 
-    Those of a plain index are replicated, unless it has as many numbers as there are elements.
+    Those of a plain index are replicated.
+
+    Communication: that of `checked` and of `rows_at`.
     """
     index = checked(index, x.shape.numel())
     if type(x) is not ShardTensor:
@@ -146,7 +140,11 @@ def take(x: Any, index: Any) -> Any:
 
 
 def embedding(x: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-    """F.embedding of sharded indices in a plain table, or of any indices in a sharded table."""
+    """F.embedding of sharded indices in a plain table, or of any indices in a sharded table.
+
+    Communication: none for a plain table; that of `rows_of` if its rows are sharded; one all-to-all
+    of sharded indices if its columns are.
+    """
     names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):

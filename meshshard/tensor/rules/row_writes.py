@@ -18,13 +18,15 @@ from meshshard.tensor.elements import (
     checked,
     element_numbers,
     flat_elements,
+    is_aligned,
     renumbered,
+    require_fits,
     sharded_if_long,
     to_owners,
     unflat,
 )
 from meshshard.tensor.layout import as_layout, even_sizes, reshard
-from meshshard.tensor.rules.table import functions_named
+from meshshard.tensor.rules.table import functions_named, in_place
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, normalize_dim, sharded_in, wrap
 from meshshard.tensor.sharding import Sharding
 
@@ -85,18 +87,24 @@ def _laid_out(index: Any, values: Any) -> tuple[Any, Any]:
 
 
 def write_elements(x: ShardTensor, numbers: Tensor, values: Any, op: Write) -> ShardTensor:
-    """Elements changed by values at element numbers."""
+    """Elements changed by values at element numbers.
+
+    Communication: that of `write`.
+    """
     return unflat(write(flat_elements(x), numbers, values, op), x)
 
 
 def on_plain(x: Tensor, dim: int, given: Any, call: Callable[[ShardTensor], Any]) -> Tensor:
-    """A write to a plain target: divided along a dim, written to and gathered."""
-    domain = sharded_in([*given, *(a for g in given if isinstance(g, tuple) for a in g)])[0]
-    ranks = domain._sharding.domain
+    """A write to a plain target: divided along a dim, written to and gathered.
+
+    Communication: that of the write, and one all-to-all of the target.
+    """
+    first = sharded_in([*given, *(a for g in given if isinstance(g, tuple) for a in g)])[0]
+    domain = first._sharding.domain
     scalar = x.ndim == 0
     x = x.reshape(1) if scalar else x
     dim = normalize_dim(dim, x.ndim)
-    new = Sharding(ranks, even_sizes(x.shape[dim], ranks.size))
+    new = Sharding(domain, even_sizes(x.shape[dim], domain.size))
     with native():
         part = x.narrow(dim, new.first, new.own)
     whole: Tensor = call(wrap(part, new, dim)).gather()
@@ -105,7 +113,11 @@ def on_plain(x: Tensor, dim: int, given: Any, call: Callable[[ShardTensor], Any]
 
 # ------------------------------------------------------------------------------- index_add, put, …
 def _index_rule(func: Callable[..., Any]) -> Rule:
-    """The rule of index_add, index_copy, index_fill or index_reduce."""
+    """The rule of index_add, index_copy, index_fill or index_reduce.
+
+    Communication: along the sharded dim that of `write`; else one all-to-all if the index or the
+    source has another sharding.
+    """
 
     def _rule(x: Any, dim: int, index: Any, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         source = kwargs.pop("value", kwargs.pop("source", source))
@@ -135,6 +147,7 @@ def _index_rule(func: Callable[..., Any]) -> Rule:
 
 
 def _write_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Write:
+    """The write of a function of a tensor, a dim, numbers and values."""
     return lambda x, rows, values: func(x, 0, rows, values, *args, **kwargs)
 
 
@@ -170,55 +183,18 @@ def scattered(func: Callable[..., Any]) -> Rule:
         dim = normalize_dim(dim, ndim_of(x))
         if not index.shape.numel():
             return x.clone()
-        _require_fits(func, x, dim, index, src)
+        require_fits(func, x, dim, index, src)
         index = checked(index, x.shape[dim], negative=False)
         index = sharded_if_long(index, x._sharding, x._dim)
         if isinstance(src, Tensor):
             for d, n in enumerate(index.shape):
                 src = src if src.shape[d] == n else src.narrow(d, 0, n)
-        if dim != x._dim and _has_rows_of(x, index):
+        if dim != x._dim and is_aligned(index, x):
             src = as_layout(src, x) if isinstance(src, Tensor) else src
             with native():
                 return wrap(func(x, dim, index, src, *args, **kwargs), x._sharding, x._dim)
         numbers = element_numbers(x, dim, index)
-        return write_elements(x, numbers, src, _scatter_of(func, args, kwargs))
-
-    return _rule
-
-
-def _scatter_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Write:
-    return lambda x, rows, values: func(x, 0, rows, values, *args, **kwargs)
-
-
-def _has_rows_of(x: ShardTensor, index: Any) -> bool:
-    return type(index) is ShardTensor and index._dim == x._dim and index._sharding == x._sharding
-
-
-def _require_fits(func: Any, x: Any, dim: int, index: Any, src: Any) -> None:
-    """Raise what torch raises, by global shapes.
-
-    Raises:
-        RuntimeError: the index is larger than the tensor or the source.
-    """
-    given, shape = tuple(index.shape), tuple(x.shape)
-    fits = len(given) == len(shape) and all(
-        n <= m or d == dim for d, (n, m) in enumerate(zip(given, shape, strict=True))
-    )
-    if isinstance(src, Tensor):
-        other = tuple(src.shape)
-        fits = fits and len(other) == len(given)
-        fits = fits and all(n <= m for n, m in zip(given, other, strict=True))
-    if not fits:
-        raise RuntimeError(f"{func.__name__}: index of shape {given} does not fit {shape}")
-
-
-def changing(rule: Rule) -> Rule:
-    """The rule of a function in place, of a plain or a sharded tensor."""
-
-    def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
-        out = rule(x.clone(), *args, **kwargs)
-        with native():
-            return x.copy_(out)
+        return write_elements(x, numbers, src, _write_of(func, args, kwargs))
 
     return _rule
 
@@ -233,5 +209,5 @@ WRITES: dict[str, Rule] = {
 }
 RULES: dict[Any, Rule] = {
     **{f: rule for name, rule in WRITES.items() for f in functions_named(name)},
-    **{f: changing(rule) for name, rule in WRITES.items() for f in functions_named(f"{name}_")},
+    **{f: in_place(rule) for name, rule in WRITES.items() for f in functions_named(f"{name}_")},
 }

@@ -1,4 +1,4 @@
-"""Rules of functions that move or repeat rows: each wanted row is taken by its number."""
+"""Rules of functions that move or repeat rows: every row of the result is taken by its number."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import global_shape, narrow_to_owned, ndim_of
-from meshshard.tensor.layout import as_layout, rearranged
-from meshshard.tensor.rules.table import named
+from meshshard.tensor.layout import as_layout, rearranged, rows_between
+from meshshard.tensor.rules.table import int_list, named
 from meshshard.tensor.shard_tensor import (
     Rule,
     Sharded,
@@ -23,39 +23,29 @@ from meshshard.tensor.shard_tensor import (
     wrap,
 )
 from meshshard.tensor.sharding import Sharding
-from meshshard.tensor.take_rows import take_rows
-
-Dims = int | Sequence[int]
+from meshshard.tensor.take_rows import sharding_of_rows, take_rows
 
 
 def rows_by(number: Callable[[Tensor], Tensor], x: ShardTensor, sizes: Sequence[int]) -> Sharded:
     """Row number(i) of a tensor as row i of the result, for all rows of the sizes.
 
-    Random numbers are keyed by the row in the source: a row keeps the one it has.
-
-    Communication: that of `take_rows`, twice if the tensor has rows in a source.
+    Communication: that of `take_rows` and of `sharding_of_rows`.
     """
     old = x._sharding
-    new = Sharding(old.domain, sizes)
-    rows = number(torch.arange(new.first, new.first + new.own, device=x.device))
-    if old.origin is not None:
-        source = take_rows(wrap(old.sources(x.device).clone(), old, 0), rows, new)
-        with native():
-            new = Sharding(old.domain, sizes, source.view_as(source).detach())
-    return take_rows(x, rows, new)
-
-
-def _list(value: Any) -> list[int]:
-    return [value] if isinstance(value, int) else list(value)
+    rows = number(Sharding(old.domain, sizes).rows(x.device))
+    return take_rows(x, rows, sharding_of_rows(rows, old, sizes))
 
 
 def _numbers(args: Sequence[Any]) -> list[int]:
     """Ints that are given one by one or as one list."""
-    return _list(args[0]) if len(args) == 1 else list(args)
+    return int_list(args[0]) if len(args) == 1 else list(args)
 
 
 def flip(x: ShardTensor, *dims: Any, **kwargs: Any) -> Sharded:
-    """torch.flip; the sizes stay."""
+    """torch.flip; the sizes stay.
+
+    Communication: along the sharded dim that of `rows_by`.
+    """
     ndim = ndim_of(x)
     along = [normalize_dim(d, ndim) for d in _numbers(dims or (kwargs["dims"],))]
     if len(set(along)) < len(along):
@@ -66,9 +56,12 @@ def flip(x: ShardTensor, *dims: Any, **kwargs: Any) -> Sharded:
     return apply_local(torch.flip, x, ([d for d in along if d != x._dim],))
 
 
-def roll(x: ShardTensor, shifts: Dims, dims: Dims = ()) -> Sharded:
-    """torch.roll; without dims, of the flattened tensor. The sizes stay."""
-    steps, along = _list(shifts), [normalize_dim(d, ndim_of(x)) for d in _list(dims)]
+def roll(x: ShardTensor, shifts: Any, dims: Any = ()) -> Sharded:
+    """torch.roll; without dims, of the flattened tensor. The sizes stay.
+
+    Communication: along the sharded dim that of `rows_by`; that of torch.flatten without dims.
+    """
+    steps, along = int_list(shifts), [normalize_dim(d, ndim_of(x)) for d in int_list(dims)]
     if not along and len(steps) == 1:
         shape = global_shape(x)
         flat = roll(torch.flatten(x), shifts, 0)  # type: ignore[arg-type]
@@ -85,7 +78,10 @@ def roll(x: ShardTensor, shifts: Dims, dims: Dims = ()) -> Sharded:
 
 
 def repeat(x: ShardTensor, *sizes: Any, **kwargs: Any) -> Sharded:
-    """Tensor.repeat; along the sharded dim, a rank has as many times the rows."""
+    """Tensor.repeat; along the sharded dim, every rank has as many times its number of rows.
+
+    Communication: along the sharded dim that of `rows_by`.
+    """
     times = _numbers(sizes or (kwargs["repeats"],))
     more = len(times) - ndim_of(x)
     if more < 0:
@@ -125,18 +121,13 @@ def repeat_interleave(x: Any, repeats: Any = None, dim: int | None = None, **_: 
         plain = repeats.gather() if type(repeats) is ShardTensor else repeats
         return apply_local(torch.repeat_interleave, x, (plain, at))
     if isinstance(repeats, Tensor):
-        return _interleaved(x, as_layout(repeats, _row_numbers(x)), at)
+        like = wrap(x._sharding.rows(x.device), x._sharding, 0)
+        return _interleaved(x, as_layout(repeats, like), at)
     old = x._sharding
     with native():
         origin = None if old.origin is None else old.origin.repeat_interleave(repeats)
         new = Sharding(old.domain, [n * repeats for n in old.sizes], origin)
         return wrap(torch.repeat_interleave(x, repeats, at), new, at)
-
-
-def _row_numbers(x: ShardTensor) -> ShardTensor:
-    sharding = x._sharding
-    rows = torch.arange(sharding.first, sharding.first + sharding.own, device=x.device)
-    return wrap(rows, sharding, 0)
 
 
 def _interleaved(x: ShardTensor, repeats: ShardTensor, dim: int) -> ShardTensor:
@@ -205,11 +196,7 @@ def _source(rows: Tensor, total: int, amounts: tuple[int, int], mode: str) -> Te
 
 def _padded_sizes(old: Sharding, before: int, after: int) -> list[int]:
     """Sizes with rows added to the first and the last rank, or taken away from the ends."""
-    first, end, sizes = max(0, -before), old.total - max(0, -after), []
-    start = 0
-    for n in old.sizes:
-        sizes.append(max(0, min(end, start + n) - max(first, start)))
-        start += n
+    sizes = rows_between(old.sizes, max(0, -before), old.total - max(0, -after))
     sizes[0] += max(0, before)
     sizes[-1] += max(0, after)
     return sizes

@@ -73,7 +73,7 @@ def _extremes(func: Callable[..., Any], result: Callable[..., Any]) -> Rule:
                 n = before.shape[dim]
                 values, places = func(torch.cat([before, x], dim), dim)
                 view = [-1 if d == dim else 1 for d in range(x.ndim)]
-                own = torch.arange(sharding.own, device=x.device).view(view) + sharding.first
+                own = sharding.rows(x.device).view(view)
                 numbers = torch.cat([rows_before, own.expand(rows.shape)], dim).gather(dim, places)
                 values = values.narrow(dim, n, sharding.own)
                 rows = numbers.narrow(dim, n, sharding.own)

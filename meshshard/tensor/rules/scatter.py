@@ -1,7 +1,7 @@
 """Rules of scatter: sums and extremes of sharded rows by group, and writes in any sharding.
 
 PyG's `scatter` calls them in its norms and global pools: every row has the index of a group, and
-the groups are replicated (the tokens mechanism).
+the groups are replicated (see `tensor/tokens.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from meshshard.comm import Domain
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import narrow_to_owned, ndim_of, require_same_sharding
-from meshshard.tensor.rules.row_writes import changing, scattered
-from meshshard.tensor.rules.table import functions_named
+from meshshard.tensor.rules.row_writes import scattered
+from meshshard.tensor.rules.table import functions_named, in_place
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, normalize_dim
 from meshshard.tensor.tokens import reduce_tokens
 
@@ -30,7 +30,7 @@ def scatter_add_(x: Any, dim: int, index: Any, src: Any) -> Any:
     """
     src = _sharded_source(index, src, dim)
     if not _reduces_rows(x, dim, index, src):
-        return changing(_add)(x, dim, index, src)
+        return in_place(_add)(x, dim, index, src)
     with native():
         sums = torch.zeros_like(x).scatter_add(dim, index, src)
         return x.add_(reduce_tokens(src._sharding.domain, sums))
@@ -52,7 +52,7 @@ def scatter_reduce_(
     """
     groups = reduce in ("amax", "amin") and not include_self and x.is_floating_point()
     if not (groups and _reduces_rows(x, dim, index, src)):
-        return changing(_reduce)(x, dim, index, src, reduce, include_self=include_self)
+        return in_place(_reduce)(x, dim, index, src, reduce, include_self=include_self)
     sign = 1 if reduce == "amax" else -1
     with native():
         return x.copy_(_largest(x, dim, index, src * sign, src._sharding.domain) * sign)

@@ -12,7 +12,7 @@ from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import ndim_of
 from meshshard.tensor.elements import element_numbers, flat_elements, rows_at
 from meshshard.tensor.rules.sorts import order_keys, sort, sorted_rows
-from meshshard.tensor.rules.table import functions_named, named
+from meshshard.tensor.rules.table import named, wrap_all
 from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, normalize_dim, wrap
 
 
@@ -20,20 +20,20 @@ def _local(func: Callable[..., Any], x: Sharded, args: Any, dim: int, keepdim: b
     """A function of other dims than the sharded one, which returns values and indices."""
     with native():
         out = func(x, *args)
-    at = x._dim - (dim < x._dim and not keepdim)
-    return type(out)(tuple(wrap(o, x._sharding, at) for o in out))
+    return wrap_all(out, x._sharding, x._dim - (dim < x._dim and not keepdim))
 
 
 def _selected(result: Any, x: Sharded, rows: Tensor, keepdim: bool) -> Any:
     """Values and replicated global rows along the sharded dim, one for each column."""
     dim = x._dim
-    values = _replicated(x, rows)
+    values = _values_of(x, rows)
     if not keepdim:
         values, rows = values.squeeze(dim), rows.squeeze(dim)
     return result((values, rows))
 
 
 def _one_place(x: Sharded, place: int) -> Tensor:
+    """The same place for each column, in the form that gather along the sharded dim expects."""
     shape = [1 if d == x._dim else n for d, n in enumerate(x.shape)]
     with native():
         return torch.full(shape, place, device=x.device)
@@ -66,11 +66,14 @@ def topk(
         every = sharding.domain.all_gather(both, counts)
         order = torch.argsort(every[:, 0], dim=0, stable=True)[:k]
         rows = every[:, 1].gather(0, order).movedim(0, dim)
-    return torch.return_types.topk((_replicated(x, rows), rows))
+    return torch.return_types.topk((_values_of(x, rows), rows))
 
 
-def _replicated(x: Sharded, rows: Tensor) -> Any:
-    """Values at plain rows of each column, replicated."""
+def _values_of(x: Sharded, rows: Tensor) -> Any:
+    """Values at plain rows of each column, replicated.
+
+    Communication: one all-reduce, forward and backward.
+    """
     return rows_at(flat_elements(x), element_numbers(x, x._dim, rows))
 
 
@@ -84,7 +87,7 @@ def kthvalue(x: Sharded, k: int, dim: int = -1, keepdim: bool = False) -> Any:
         return _local(torch.kthvalue, x, (k, dim, keepdim), dim, keepdim)
     if not 1 <= k <= x._sharding.total:
         raise RuntimeError("kthvalue(): selected number k out of range for dimension")
-    rows = _replicated(sorted_rows(x), _one_place(x, k - 1))
+    rows = _values_of(sorted_rows(x), _one_place(x, k - 1))
     return _selected(torch.return_types.kthvalue, x, rows, keepdim)
 
 
@@ -107,7 +110,7 @@ def _median(func: Callable[..., Any], result: Any) -> Rule:
         place = (count - 1).clamp_min(0) // 2
         if func is torch.median:
             place = torch.where(bad > 0, count, place)
-        return _selected(result, x, _replicated(sorted_rows(x), place), keepdim)
+        return _selected(result, x, _values_of(sorted_rows(x), place), keepdim)
 
     return _rule
 
@@ -198,7 +201,7 @@ def _quantiles(x: Sharded, q: Tensor, ignore_nan: bool, interpolation: str) -> A
 def _values_at(x: Sharded, order: ShardTensor, places: Tensor) -> Any:
     """Values at places (k, …) of the sorted order, replicated."""
     along = places.to(torch.int64).squeeze(x._dim + 1).movedim(0, x._dim)
-    values = _replicated(x, _replicated(order, along))
+    values = _values_of(x, _values_of(order, along))
     return values.movedim(x._dim, 0).unsqueeze(x._dim + 1)
 
 
@@ -217,7 +220,7 @@ def mode(x: Sharded, dim: int = -1, keepdim: bool = False) -> Any:
     own = torch.ones_like(order).cumsum(dim) - 1
     first = torch.cummax(torch.where(starts, own, torch.zeros_like(own)), dim)[0]
     end = torch.max(own - first, dim, keepdim=True)[1]
-    return _selected(torch.return_types.mode, x, _replicated(order, end), keepdim)
+    return _selected(torch.return_types.mode, x, _values_of(order, end), keepdim)
 
 
 def new_runs(values: Sharded, dim: int) -> Sharded:
@@ -229,10 +232,7 @@ def new_runs(values: Sharded, dim: int) -> Sharded:
 
 RULES: dict[Any, Rule] = {
     **named({"topk": topk, "kthvalue": kthvalue, "mode": mode}),
-    **{f: _median(torch.median, torch.return_types.median) for f in functions_named("median")},
-    **{
-        f: _median(torch.nanmedian, torch.return_types.nanmedian)
-        for f in functions_named("nanmedian")
-    },
     **named({"quantile": _quantile(False), "nanquantile": _quantile(True)}),
+    **named({"median": _median(torch.median, torch.return_types.median)}),
+    **named({"nanmedian": _median(torch.nanmedian, torch.return_types.nanmedian)}),
 }

@@ -43,8 +43,8 @@ def sorted_rows(x: Any, descending: bool = False) -> ShardTensor:
     """Global rows in sorted order along the sharded dim, for each column; stable, sharded as `x`.
 
     A sample sort: splitters, chosen from samples of each column, say which rank gets an element;
-    equal values are divided by row, so many ties do no harm. The ranks sort what they get, and send
-    the row of each element to the owner of its place.
+    equal values are ordered by row, so that ties are divided too. The ranks sort what they get, and
+    send the row of each element to the owner of its place.
 
     Communication: one all-to-all of samples and one of counts; twice counts, elements and places.
     """
@@ -63,8 +63,7 @@ def sorted_rows(x: Any, descending: bool = False) -> ShardTensor:
         moved = x.detach().movedim(dim, 0)
         keys = order_keys(moved.reshape(sharding.own, math.prod(moved.shape[1:])), descending)
         width = keys.shape[1]
-        rows = torch.arange(sharding.first, sharding.first + sharding.own, device=x.device)
-        rows = rows[:, None].expand(keys.shape)
+        rows = sharding.rows(x.device)[:, None].expand(keys.shape)
         columns = torch.arange(width, device=x.device).expand(keys.shape)
         owner = _owner(sharding, keys, rows)
         items = torch.stack([v.reshape(-1) for v in (keys, rows, columns)], 1)
@@ -103,8 +102,8 @@ def _owner(sharding: Sharding, keys: Tensor, rows: Tensor) -> Tensor:
 
 def _sent(domain: Domain, owner: Tensor, items: Tensor) -> Tensor:
     """The items that this rank gets, in the order of the ranks that send them."""
-    order = torch.argsort(owner, stable=True)
-    return domain.route(items[order], torch.bincount(owner, minlength=domain.size).tolist())[0]
+    order, counts = domain.group_by_rank(owner)
+    return domain.route(items[order], counts)[0]
 
 
 def _places(domain: Domain, items: Tensor, width: int) -> tuple[Tensor, Tensor]:

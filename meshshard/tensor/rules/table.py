@@ -12,12 +12,13 @@ from torch import Tensor
 from meshshard.tensor._torch_private import NN, ORIGINALS, native
 from meshshard.tensor.layout import as_layout
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, name_of, refuse, wrap
+from meshshard.tensor.sharding import Sharding
 
 HOMES = (torch, Tensor, F, torch.functional, torch.linalg, torch.special, NN, ORIGINALS)
 
 
 def functions_named(names: str) -> list[Callable[..., Any]]:
-    """Every torch function with one of some names, which blanks separate: torch.x, Tensor.x, …."""
+    """All torch functions of these names, separated by blanks: torch.x, Tensor.x, F.x, …."""
     found = (
         getattr(home, name, None)
         for name in names.split()
@@ -27,37 +28,54 @@ def functions_named(names: str) -> list[Callable[..., Any]]:
 
 
 def named(rules: Mapping[str, Rule]) -> dict[Any, Rule]:
-    """A table by function of one by names; blanks separate names that share a rule."""
+    """Rules by function from rules by names; blanks separate names that share a rule."""
     return {f: rule for names, rule in rules.items() for f in functions_named(names)}
 
 
 def rowwise(func: Callable[..., Any]) -> Rule:
-    """The rule of a function that is exact on local rows; its result is sharded as its input."""
+    """The rule of a function that is exact on local rows; its results are sharded as its input."""
 
     def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
         with native():
             out = func(x, *args, **kwargs)
-        if type(x) is not ShardTensor or not isinstance(out, Tensor) or out is x:
+        if type(x) is not ShardTensor or out is x:
             return out
-        return wrap(out, x._sharding, x._dim)
+        return wrap_all(out, x._sharding, x._dim)
 
     return _rule
+
+
+def wrap_all(out: Any, sharding: Sharding, dim: int) -> Any:
+    """Local tensors, alone or in a tuple, as sharded ones; another result as it is."""
+    if isinstance(out, tuple):
+        return type(out)([wrap(part, sharding, dim) for part in out])
+    return wrap(out, sharding, dim) if isinstance(out, Tensor) else out
+
+
+def int_list(value: Any) -> list[int]:
+    """An int, or several, as a list."""
+    return [value] if isinstance(value, int) else list(value)
 
 
 def in_place(rule: Rule) -> Rule:
     """The rule of a function that changes its first argument, from that of the one that returns.
 
-    The result must have the shape of the argument; it is redistributed where its sharding differs.
+    Communication: that of `as_layout` if the result has other sizes or another sharded dim.
+
+    Raises:
+        RuntimeError: the result has another shape than the argument, as in torch.
+        NoShardRule: the result is sharded, but the argument is plain.
     """
 
     def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(x) is not ShardTensor:
-            why = "a plain tensor cannot be changed in place by a sharded one"
-            raise refuse("an in-place function", (x, *args), kwargs, why)
         out = rule(x.clone(), *args, **kwargs)
         if out.shape != x.shape:
             raise RuntimeError(f"output with shape {out.shape} doesn't match shape {x.shape}")
-        out = as_layout(out, x)
+        if type(x) is ShardTensor:
+            out = as_layout(out, x)
+        elif type(out) is ShardTensor:
+            why = "a plain tensor cannot be changed in place by a sharded one"
+            raise refuse("an in-place function", (x, *args), kwargs, why)
         with native():
             x.copy_(out)
         return x

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from meshshard.tensor.align import ndim_of
 from meshshard.tensor.rules.batched import batched, labels_of
+from meshshard.tensor.rules.table import int_list
 from meshshard.tensor.shard_tensor import Rule
 
 
@@ -23,24 +23,20 @@ def _two_dims(x: Tensor, s: Any = None, dim: Any = (-2, -1), norm: Any = None) -
 
 def _many_dims(x: Tensor, s: Any = None, dim: Any = None, norm: Any = None) -> str:
     """The last len(s) dims by default, or all."""
-    last = ndim_of(x) if s is None else len(_several(s))
+    last = ndim_of(x) if s is None else len(int_list(s))
     return _along(x, range(-last, 0) if dim is None else dim)
 
 
 def _along(x: Tensor, dims: Any) -> str:
-    labels = labels_of(ndim_of(x), _several(dims))
+    labels = labels_of(ndim_of(x), int_list(dims))
     return f"input {labels} -> {labels}"
-
-
-def _several(dims: Any) -> Sequence[int]:
-    return (dims,) if isinstance(dims, int) else dims
 
 
 def _shift(sign: int) -> Rule:
     """The rule of fftshift and ifftshift: a roll by half the size."""
 
     def _rule(x: Any, dim: Any = None) -> Any:
-        dims = range(ndim_of(x)) if dim is None else _several(dim)
+        dims = range(ndim_of(x)) if dim is None else int_list(dim)
         sizes = [x.shape[d] for d in dims]
         return torch.roll(x, [n // 2 if sign > 0 else (n + 1) // 2 for n in sizes], tuple(dims))
 

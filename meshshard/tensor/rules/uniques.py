@@ -11,6 +11,7 @@ from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import ndim_of
 from meshshard.tensor.elements import rows_at, to_owners
 from meshshard.tensor.layout import rearranged, reshard
+from meshshard.tensor.rules.selections import new_runs
 from meshshard.tensor.rules.sorts import sorted_rows
 from meshshard.tensor.rules.table import functions_named
 from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, normalize_dim, refuse, wrap
@@ -23,7 +24,7 @@ def unique(
     x: Sharded, sorted: bool = True, return_inverse: bool = False,  # noqa: A002
     return_counts: bool = False, dim: int | None = None,
 ) -> Any:  # fmt: skip
-    """torch.unique: sorted values, or rows along a dim; they are many, so they stay sharded.
+    """torch.unique: sorted values, or sorted rows along a dim; sharded, as there may be many.
 
     Values and counts are sharded by where the sort left them, in uneven sizes; the inverse is
     sharded as `x`. `values.gather()` gives the values on every rank.
@@ -40,8 +41,6 @@ def unique(
         key = flat[:, column].detach()
         step = sorted_rows(key if order is None else rows_at(key, order))
         order = step if order is None else rows_at(order, step)
-    if order is None:
-        raise refuse(torch.unique, (x,), {"dim": dim}, "the rows have no elements")
     return _runs(x, flat, order, (return_inverse, return_counts), dim)
 
 
@@ -50,7 +49,7 @@ def unique_consecutive(
 ) -> Any:
     """torch.unique_consecutive, sharded as `unique`.
 
-    Communication: one all-to-all of rows and one gather of objects.
+    Communication: that of torch.roll, one all-to-all of counts and one gather of objects.
     """
     return _runs(x, _rows(x, dim), None, (return_inverse, return_counts), dim)
 
@@ -62,23 +61,15 @@ def _rows(x: Sharded, dim: int | None) -> Sharded:
     moved = x.movedim(normalize_dim(dim, ndim_of(x)), 0)
     rows = moved.shape[0]
     flat = moved.reshape(rows, moved.shape.numel() // rows) if rows else moved.flatten(1)
+    if not flat.shape[1]:
+        raise refuse(torch.unique, (x,), {"dim": dim}, "the rows have no elements")
     return flat if flat._dim == 0 else reshard(flat, 0)
 
 
 def _runs(x: Sharded, flat: Any, order: Any, wanted: tuple[bool, bool], dim: int | None) -> Any:
     """The first of each run of equal rows, the run of each row, the lengths of the runs."""
     rows = flat if order is None else rows_at(flat, order)
-    sharding = rows._sharding
-    own = torch.arange(sharding.first, sharding.first + sharding.own, device=x.device)
-    with native():
-        before = wrap((own - 1).clamp_min(0), sharding, 0)
-    starts = (rows != rows_at(rows, before)).any(1)
-    with native():
-        local = starts.view_as(starts)
-        if len(local) and sharding.first == 0:
-            local = local.clone()
-            local[0] = True
-    starts = wrap(local.view_as(local), sharding, 0)
+    starts = new_runs(rows, 0).any(1)
     values = rows[starts]
     out = [_as_values(values, x, dim)]
     if wanted[0]:

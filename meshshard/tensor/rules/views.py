@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import global_shape, ndim_of, require_whole_domain
+from meshshard.tensor.layout import rows_between
 from meshshard.tensor.rules.reshape import moved_from, shape_of
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import (
@@ -135,7 +136,7 @@ def expand_as(x: Any, other: Tensor) -> Any:
 
 # --------------------------------------------------------------------------------- sharded matrices
 def _shift(x: Sharded, dim1: int, dim2: int) -> int:
-    """What a diagonal's number is larger by in the owned rows (dim1) or columns (dim2)."""
+    """What to add to the offset of a diagonal for the owned rows (dim1) or columns (dim2)."""
     first: int = x._sharding.first
     if x._dim in (dim1, dim2):
         require_whole_domain("a diagonal", (x,), x._sharding.domain)
@@ -156,10 +157,7 @@ def diagonal(x: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> S
     low, high = max(0, -offset), min(n, m - offset)  # rows of the diagonal
     if x._dim == dim2:
         low, high = low + offset, high + offset
-    sizes, first = [], 0
-    for rows in old.sizes:
-        sizes.append(max(0, min(high, first + rows) - max(low, first)))
-        first += rows
+    sizes = rows_between(old.sizes, low, high)
     skip = max(0, low - old.first)
     origin = None if old.origin is None else old.origin[skip : skip + sizes[old.domain.rank]]
     with native():
@@ -197,7 +195,7 @@ def unfold(x: ShardTensor, dimension: int, size: int, step: int) -> Sharded:
     if dim != x._dim:
         return apply_local(Tensor.unfold, x, (dim, size, step))
     whole = torch.empty(old.total, device="meta").unfold(0, size, step).shape[0]
-    ends = [min(whole, -(-end // step)) for end in _ends(old.sizes)]
+    ends = [min(whole, -(-end // step)) for end in itertools.accumulate(old.sizes, initial=0)]
     ends[-1] = whole  # windows of size 0 may begin after the last row
     sizes = [b - a for a, b in itertools.pairwise(ends)]
     start, own = ends[old.domain.rank], sizes[old.domain.rank]
@@ -212,13 +210,6 @@ def unfold(x: ShardTensor, dimension: int, size: int, step: int) -> Sharded:
             local = windows.unsqueeze(-1).expand(*windows.shape, size)
         out: ShardTensor = moved_from(x, wrap(local, new, dim))
         return out
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    ends = [0]
-    for n in sizes:
-        ends.append(ends[-1] + n)
-    return ends
 
 
 MOVING = "transpose swapaxes swapdims movedim moveaxis permute t adjoint"
