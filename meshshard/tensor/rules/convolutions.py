@@ -12,6 +12,7 @@ from meshshard.comm.linear import Window, apply
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import ndim_of, require_whole_domain
 from meshshard.tensor.rules.batched import batched
+from meshshard.tensor.rules.matmul import plus_bias
 from meshshard.tensor.rules.table import functions_named
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -69,7 +70,8 @@ def _off_grid(func: Callable[..., Any], n: int, channels: str) -> Rule:
         )
         if bias is None or not adds:
             return one_group(x, weight, bias, *options, **kwargs)
-        return one_group(x, weight, None, *options, **kwargs) + bias.view(-1, *[1] * n)
+        product = one_group(x, weight, None, *options, **kwargs)
+        return plus_bias(product, bias.view(-1, *[1] * n))
 
     return _rule
 

@@ -51,8 +51,8 @@ def getitem(x: Any, index: Any) -> Any:
     if type(x) is not ShardTensor:
         return _plain_at(x, items)
     if len(items) == 1 and is_mask(items[0]) and items[0].dim() == ndim_of(x) > 1:
-        return masked_select(x, items[0])
-    items, row = per_dim(x, [i for item in items for i in per_mask_dim(item)])
+        return _masked(x, items[0])
+    items, row = per_dim(x, items)
     row_index, basic = items[row], all(is_basic(i) for n, i in enumerate(items) if n != row)
     if row_index is None or (isinstance(row_index, slice) and row_index == ALL):
         return _other_dims(x, items)
@@ -65,7 +65,7 @@ def getitem(x: Any, index: Any) -> Any:
     row_index = torch.as_tensor(row_index) if isinstance(row_index, list) else row_index
     if basic and is_mask(row_index):
         return _other_dims(_masked_rows(x, row_index), items)
-    items[row] = _numbers(row_index)
+    items[row] = numbers_of(row_index)
     return _by_tensors(x, items, row)
 
 
@@ -80,7 +80,7 @@ def _plain_at(x: Tensor, items: list[Any]) -> ShardTensor:
         dots = next(n for n, i in enumerate(items) if i is Ellipsis)
         n = ndim_of(x) - sum(i is not None for i in items) + 1
         items = [*items[:dots], *[ALL] * n, *items[dots + 1 :]]
-    items = [_numbers(i) for i in items]
+    items = [numbers_of(i) for i in items]
     at = [n for n, i in enumerate(items) if isinstance(i, Tensor)]
     kept = [n for n, i in enumerate(items) if not isinstance(i, int)]
     given, first, back = align_broadcast(GET, [items[n] for n in at])
@@ -100,7 +100,7 @@ def _by_tensors(x: ShardTensor, items: list[Any], row: int) -> Any:
     kept = [i for i in items if not isinstance(i, int)]
     at = [n for n, i in enumerate(kept) if not is_basic(i)]
     row = at.index(y._dim)
-    indices = [_numbers(torch.as_tensor(kept[n]).to(x.device)) for n in at]
+    indices = [numbers_of(torch.as_tensor(kept[n]).to(x.device)) for n in at]
     if len(at) == 1:
         return rows_of(y, at[0], indices[0])
     numbers = [checked(i, y.shape[n]) for n, i in zip(at, indices, strict=True)]
@@ -135,15 +135,36 @@ def is_mask(item: Any) -> bool:
 def per_dim(x: ShardTensor, items: list[Any]) -> tuple[list[Any], int]:
     """An index for each dim, and None for new dims; and the position of that of the sharded dim."""
     ndim = ndim_of(x)
-    n_indexed = sum(i is not None and i is not Ellipsis for i in items)
+    n_indexed = sum(map(_dims_of, items))
     dots = [n for n, i in enumerate(items) if i is Ellipsis]
     at = dots[0] if dots else len(items)
     rest = items[at + 1 :] if dots else []
     items = [*items[:at], *[ALL] * (ndim - n_indexed), *rest]
-    real = [n for n, i in enumerate(items) if i is not None]
-    if len(real) != ndim:
+    if sum(map(_dims_of, items)) != ndim or len(dots) > 1:
         raise refuse(GET, (x,), None, f"expected at most {ndim} indices and one '...'")
+    _check_masks(x, items)
+    items = [i for item in items for i in per_mask_dim(item)]
+    real = [n for n, i in enumerate(items) if i is not None]
     return items, real[x._dim]
+
+
+def _dims_of(item: Any) -> int:
+    """The number of dims that one index is for."""
+    return item.dim() if is_mask(item) else int(item is not None and item is not Ellipsis)
+
+
+def _check_masks(x: ShardTensor, items: list[Any]) -> None:
+    """Check masks by global shapes, so that all ranks raise.
+
+    Raises:
+        IndexError: a mask does not have the shape of the dims that it is for.
+    """
+    d = 0
+    for item in items:
+        wanted = tuple(global_shape(x)[d : d + _dims_of(item)])
+        if is_mask(item) and tuple(item.shape) != wanted:
+            raise IndexError(f"expected a mask of shape {wanted}, got {tuple(item.shape)}")
+        d += _dims_of(item)
 
 
 def _other_dims(x: ShardTensor, items: list[Any]) -> ShardTensor:
@@ -156,11 +177,17 @@ def _other_dims(x: ShardTensor, items: list[Any]) -> ShardTensor:
         dim = sum(not isinstance(i, int) for i in items[: real[x._dim]])
         with native():
             return wrap(x[tuple(items)], x._sharding, dim)
-    items = [_numbers(i) for i in items]
-    return apply_and_follow(Tensor.__getitem__, x, (tuple(items),), {})
+    x = _other_dims(x, [i if is_basic(i) else ALL for i in items])
+    kept: list[Any] = [
+        ALL if is_basic(i) else numbers_of(i) for i in items if not isinstance(i, int)
+    ]
+    for d, index in enumerate(kept):
+        if isinstance(index, Tensor):  # ranks without rows do not check
+            kept[d] = checked(index, x.shape[d])
+    return apply_and_follow(Tensor.__getitem__, x, (tuple(kept),), {})
 
 
-def _numbers(item: Any) -> Any:
+def numbers_of(item: Any) -> Any:
     """The numbers of what a mask of one dim selects; another index as it is."""
     item = torch.as_tensor(item) if isinstance(item, list) else item
     return torch.nonzero(item)[:, 0] if is_mask(item) and item.dim() == 1 else item
@@ -242,6 +269,24 @@ def _masked_rows(x: ShardTensor, mask: Tensor) -> ShardTensor:
         local = x.index_select(x._dim, rows)
         origin = None if old.origin is None else old.origin[rows.to(old.origin.device)]
     return wrap(local, Sharding(old.domain, sizes, origin), x._dim)
+
+
+def _masked(x: ShardTensor, mask: Tensor) -> ShardTensor:
+    """Elements where a mask of all dims is true; unlike masked_select, backward needs no `x`.
+
+    Communication: one gather of objects; that of torch.flatten unless the first dim is sharded.
+
+    Raises:
+        IndexError: the mask has another shape.
+    """
+    _check_masks(x, [mask])
+    if x._dim:
+        x, mask = torch.flatten(x), torch.flatten(mask)  # type: ignore[assignment]
+    owned = as_layout(mask, x)
+    with native():
+        local = x[owned]
+    domain = x._sharding.domain
+    return wrap(local, Sharding(domain, domain.share(len(local))), 0)
 
 
 def masked_select(x: Any, mask: Any) -> ShardTensor:

@@ -74,15 +74,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """F.linear; if the features are sharded, partial products are all-reduced before the bias."""
     ndim = ndim_of(x)
     if not sharded_in((x, weight)):
-        return F.linear(x, weight) + bias  # type: ignore[operator]
+        return plus_bias(F.linear(x, weight), bias)
     if ndim_of(weight) < 2:
         product = torch.matmul(x, weight)
-        return product if bias is None else product + bias
+        return plus_bias(product, bias)
     if len(sharded_in((x, weight, bias))) == 1 and type(x) is ShardTensor and x._dim < ndim - 1:
         return apply_local(F.linear, x, (weight, bias))
     rows = LETTERS[: ndim - 1]
     out = _contract(F.linear, (x, weight), (rows + "k", "nk"), rows + "n", F.linear)
-    return out if bias is None else out + bias
+    return plus_bias(out, bias)
+
+
+def plus_bias(product: Tensor, bias: Any) -> Any:
+    """A product and its bias, which autocast gives the dtype of the product."""
+    if bias is None:
+        return product
+    return product + (
+        bias.to(product.dtype) if torch.is_autocast_enabled(bias.device.type) else bias
+    )
 
 
 _bilinear = batched(F.bilinear, "input1 k, input2 m, weight Okm -> O sum km", pad=True)
@@ -174,7 +183,7 @@ def added(product: Callable[..., Any]) -> Rule:
         if x.dtype in INTEGERS:  # torch truncates
             beta, alpha = int(beta), int(alpha)
         scaled = beta * x if beta else _zeros(x)
-        return scaled + alpha * product(a, b)
+        return plus_bias(alpha * product(a, b), scaled)
 
     return _rule
 

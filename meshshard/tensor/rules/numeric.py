@@ -129,6 +129,8 @@ def _weighted(weights: Sequence[Any], points: Sequence[Any]) -> Any:
 # ----------------------------------------------------------------------------------- products, sums
 def inner(a: Any, b: Any) -> Any:
     """torch.inner."""
+    if a.ndim == b.ndim == 1:
+        return torch.dot(a, b)
     return a * b if not a.ndim or not b.ndim else torch.tensordot(a, b, ([-1], [-1]))
 
 
