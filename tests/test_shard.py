@@ -164,6 +164,11 @@ def test_different_folders_are_an_error_on_every_rank(ranks, folders):
         assert "rank 1: nowhere.shards: does not exist" in line
 
 
+def test_error_of_load_names_the_path_once():
+    with pytest.raises(DomainError, match=r"^load: nowhere.shards: does not exist; write it with"):
+        load("nowhere.shards")
+
+
 def test_more_ranks_than_shards_is_an_error_on_every_rank(ranks, tmp_path):
     mesh = io.read(AHMED / "run_8/boundary_8.vtp")
     folder = partition(mesh, 3).save(tmp_path / "three.shards")

@@ -295,6 +295,9 @@ BROADCAST = {
     "masked_select of columns": (torch.masked_select, (draw(5, 5), 0), (MASK[0], None)),
     "masked_select of rows": (torch.masked_select, (draw(5, 5), 0), (MASK[:, :1], 0)),
     "masked_select by a plain mask": (torch.masked_select, (draw(5, 5), 0), (MASK, None)),
+    "prelu of sharded channels": (F.prelu, (draw(4, 5, 3), 1), (draw(5), None)),
+    "prelu with sharded slopes": (F.prelu, (draw(4, 5), 1), (draw(5), 0)),
+    "prelu of a plain tensor": (F.prelu, (draw(4, 5), None), (draw(5), 0)),
     "masked_select of a plain tensor": (torch.masked_select, (draw(5), None), (MASK, 0)),
     "cosine of directions": (
         lambda x, y: F.cosine_similarity(x, y, dim=-1), (POINTS, 0), (DIRECTIONS, None),

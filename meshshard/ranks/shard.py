@@ -53,11 +53,11 @@ def load(path: str | Path, domain: Domain | None = None) -> Shard:
         ['CpMeanTrim', 'pMeanTrim']
     """
     domain = domain or launched_domain()
-    folder = domain.run_collectively(lambda: _opened(path, domain), f"load {path}")
+    folder = domain.run_collectively(lambda: _opened(path, domain), "load")
     domain.agree(folder.manifest["id"], f"the version of {path}")
     cuts = runs(folder.sizes, domain.size)
     shards = range(int(cuts[domain.rank]), int(cuts[domain.rank + 1]))
-    plan = domain.run_collectively(lambda: _merged(folder, cuts, domain.rank), f"load {path}")
+    plan = domain.run_collectively(lambda: _merged(folder, cuts, domain.rank), "load")
     return Shard(folder, shards, domain, plan, np.add.reduceat(folder.sizes, cuts[:-1]))
 
 

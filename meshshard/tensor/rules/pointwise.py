@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import align_broadcast, ndim_of
+from meshshard.tensor.rules.batched import batched_rules, labels_of
 from meshshard.tensor.rules.table import HOMES, functions_named, is_in_place, rowwise
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -107,12 +108,13 @@ def _broadcast(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
     return wrap(out, first._sharding, dim)
 
 
-def prelu(x: Any, weight: Tensor) -> ShardTensor:
-    """PReLU: one slope for all, or one for each channel of dim 1."""
-    sharded = type(x) is not ShardTensor or type(weight) is ShardTensor
-    if sharded or (x._dim == 1 and weight.numel() != 1):
-        raise refuse(torch.prelu, (x, weight), None, "the channels or the slopes are sharded")
-    return apply_local(torch.prelu, x, (weight,))
+def _prelu_letters(input: Tensor, weight: Tensor) -> str:  # noqa: A002 - torch's name
+    """The signature of prelu: one slope for all, or one for each channel of dim 1."""
+    letters = labels_of(ndim_of(input), ())
+    slopes = letters[1:2]
+    if not slopes and type(weight) is ShardTensor:
+        raise refuse(torch.prelu, (input, weight), None, "gather the slope: weight.gather()")
+    return f"input {letters}, weight {slopes} -> {letters}"
 
 
 def glu(x: Sharded, dim: int = -1) -> Any:
@@ -177,7 +179,7 @@ RULES: dict[Any, Rule] = {
     torch.view_as_complex: view_as_complex,
     **{f: pointwise(f) for f in _pointwise_functions()},
     **{f: rowwise(f) for f in functions_named(CONVERSIONS)},
-    **dict.fromkeys((torch.prelu, F.prelu, Tensor.prelu), prelu),
+    **batched_rules({"prelu": _prelu_letters}),
     F.glu: glu,
     torch.where: where,
     Tensor.where: pointwise(Tensor.where),
