@@ -121,8 +121,10 @@ def unwrap_rows(x: Any) -> tuple[Tensor, Sharding]:
     return x.to_local(), x.sharding
 
 
-def global_shape(x: ShardTensor) -> torch.Size:
-    """The shape with the rows of all ranks."""
+def global_shape(x: Tensor) -> torch.Size:
+    """The shape with the rows of all ranks; of a plain tensor, its shape."""
+    if type(x) is not ShardTensor:
+        return x.shape
     local, d = local_shape(x), x._dim
     return torch.Size((*local[:d], x._sharding.total, *local[d + 1 :]))
 

@@ -84,7 +84,12 @@ def element_numbers(x: Any, dim: int, index: Tensor) -> Tensor:
             if d != row_dim:
                 number = number * shape[d] + _coordinate(d)
         number = number.expand(index.shape).contiguous()
-    return wrap(number, index._sharding, index._dim) if type(index) is ShardTensor else number
+    return _like(index, number)
+
+
+def _like(index: Tensor, local: Tensor) -> Tensor:
+    """Local numbers, sharded as an index, or plain as it is."""
+    return wrap(local, index._sharding, index._dim) if type(index) is ShardTensor else local
 
 
 def renumbered(x: Any, index: Tensor) -> Tensor:
@@ -96,7 +101,7 @@ def renumbered(x: Any, index: Tensor) -> Tensor:
         inner = math.prod(shape[x._dim + 1 :])
         row, outer = index // inner % shape[x._dim], index // (inner * shape[x._dim])
         number = (row * math.prod(shape[: x._dim]) + outer) * inner + index % inner
-    return wrap(number, index._sharding, index._dim) if type(index) is ShardTensor else number
+    return _like(index, number)
 
 
 def require_fits(func: Any, x: Any, dim: int, index: Any, src: Any = None) -> None:
@@ -140,7 +145,7 @@ def checked(index: Tensor, n: int, negative: bool = True) -> Tensor:
             raise IndexError(f"index out of range: expected numbers from {least} to {n - 1}")
         out = torch.where(index < 0, index + n, index) if negative else index.clone()
         out = out.to(torch.int64)
-    return wrap(out, index._sharding, index._dim) if type(index) is ShardTensor else out
+    return _like(index, out)
 
 
 def rows_at(x: Any, index: Tensor) -> Any:
@@ -175,7 +180,7 @@ def sharded_if_long(index: Tensor, like: Sharding, dim: int = 0) -> Tensor:
 def _replicated_rows(x: ShardTensor, rows: Tensor) -> Tensor:
     """Rows on every rank: each rank fills in its rows, an all-reduce adds them."""
     sharding = x._sharding
-    local_rows = rows.to(x.device) - sharding.first
+    local_rows = rows - sharding.first
     mine = (local_rows >= 0) & (local_rows < sharding.own)
     local = x.index_select(0, local_rows[mine])
     values = local.to(torch.uint8) if x.dtype == torch.bool else local

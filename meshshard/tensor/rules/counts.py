@@ -39,6 +39,7 @@ def nonzero(x: ShardTensor, *, as_tuple: bool = False) -> Any:
 
 
 def _weights(x: ShardTensor, weight: Any) -> Any:
+    """The weights in the layout of the input; None as it is."""
     return as_layout(weight, x) if isinstance(weight, Tensor) else weight
 
 
@@ -135,23 +136,20 @@ def searchsorted(sequence: Any, values: Any, *args: Any, **options: Any) -> Any:
 
     The place in a sharded sequence is the sum of the places in the parts of all ranks.
 
-    Communication: none in a plain sequence; one all-reduce in a sharded one.
+    Communication: none in a plain sequence; one all-reduce of the places of plain values in a
+    sharded one; that of `as_layout`, `reshard` or `_at_owners` for sharded values.
     """
-    func, ndim = _places, ndim_of(sequence)
+    ndim = ndim_of(sequence)
+    if ndim > 1 and not isinstance(values, Tensor):
+        raise RuntimeError("searchsorted: a number is looked up in a sequence of one dim only")
     if (sorter := options.pop("sorter", None)) is not None:
         return torch.searchsorted(torch.gather(sequence, -1, sorter), values, *args, **options)
     if type(sequence) is not ShardTensor:
-        if ndim == 1:
+        if ndim == 1 or values._dim == ndim - 1:
             return _by_values(sequence, values, args, options)
-        if values._dim == ndim - 1:
-            with native():
-                return wrap(func(sequence, values, *args, **options), values._sharding, values._dim)
         sequence = as_layout(sequence, values)
-    dim, sharding = sequence._dim, sequence._sharding
-    if dim != ndim - 1:
-        values = as_layout(values, sequence)
-        with native():
-            return wrap(func(sequence, values, *args, **options), sharding, dim)
+    if sequence._dim != ndim - 1:
+        return _by_values(sequence, as_layout(values, sequence), args, options)
     if type(values) is ShardTensor:
         if ndim > 1 and values._dim != ndim - 1:
             return searchsorted(reshard(sequence, values._dim), values, *args, **options)
@@ -160,13 +158,12 @@ def searchsorted(sequence: Any, values: Any, *args: Any, **options: Any) -> Any:
             return as_layout(out, values)
         return _at_owners(sequence, values, args, options)
     with native():
-        local = func(sequence, values, *args, **options)
-    if not isinstance(values, Tensor):
-        local = torch.as_tensor(local)
-    return sharding.domain.all_reduce(local.to(torch.int64)).to(local.dtype)
+        local = torch.as_tensor(_places(sequence, values, *args, **options))
+    return sequence._sharding.domain.all_reduce(local.to(torch.int64)).to(local.dtype)
 
 
 def _by_values(sequence: Tensor, values: ShardTensor, args: Any, options: Any) -> ShardTensor:
+    """The places of the owned values, where every rank has what they are looked up in."""
     with native():
         out = _places(sequence, values, *args, **options)
     return wrap(out, values._sharding, values._dim)
@@ -187,8 +184,8 @@ def _at_owners(sequence: ShardTensor, values: ShardTensor, args: Any, options: A
         part = _places(firsts, flat, *args, **options).to(torch.int64) - 1
         owner = torch.tensor(have, device=flat.device)[part.clamp_min(0)]
         order, send = domain.group_by_rank(owner)
-        asked, receive = domain.route(flat[order], send)
-        found = _places(sequence, asked, *args, **options) + old.first
+        received, receive = domain.route(flat[order], send)
+        found = _places(sequence, received, *args, **options) + old.first
         back = domain.all_to_all(found, receive, send, "places")
         out = torch.empty_like(back).index_copy_(0, order, back).reshape(values.shape)
         return wrap(out.to(found.dtype), values._sharding, values._dim)

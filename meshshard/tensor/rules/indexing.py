@@ -46,6 +46,9 @@ def getitem(x: Any, index: Any) -> Any:
     Rows by sharded row numbers are sharded as these. Rows by as many plain row numbers as there are
     rows (a permutation or a resampling) are sharded as `x`, those by other plain row numbers are
     replicated.
+
+    Communication: none for slices; one all-reduce for an int; one gather of objects for a sharded
+    mask; for numbers that of `checked`, `sharded_if_long` and `rows_at`.
     """
     items = [as_index(x, i) for i in (index if isinstance(index, tuple) else (index,))]
     if type(x) is not ShardTensor:
@@ -94,7 +97,10 @@ def _plain_at(x: Tensor, items: list[Any]) -> ShardTensor:
 
 
 def _by_tensors(x: ShardTensor, items: list[Any], row: int) -> Any:
-    """The rows, and maybe other dims, by tensors of numbers that broadcast."""
+    """The rows, and maybe other dims, by tensors of numbers that broadcast.
+
+    Communication: that of `rows_of` for one tensor; else of `checked` for each, and of `rows_at`.
+    """
     basic = [i if is_basic(i) else ALL for i in items]
     y = _other_dims(x, basic)
     kept = [i for i in items if not isinstance(i, int)]
@@ -226,7 +232,10 @@ def local_slice(rows: range, first: int, n: int) -> slice:
 
 
 def _one_row(x: ShardTensor, row: int) -> Tensor:
-    """One global row, replicated; the sharded dim is kept, with size 1."""
+    """One global row, replicated; the sharded dim is kept, with size 1.
+
+    Communication: one all-reduce, forward and backward.
+    """
     row, sharding = checked_row(x, row), x._sharding
     moved: Any = x.movedim(x._dim, 0)
     copy = rows_at(moved, torch.tensor([row])).movedim(0, x._dim)
@@ -248,7 +257,10 @@ def checked_row(x: ShardTensor, row: int) -> int:
 
 
 def _masked_rows(x: ShardTensor, mask: Tensor) -> ShardTensor:
-    """Rows where a mask is true."""
+    """Rows where a mask is true.
+
+    Communication: one gather of objects for a sharded mask; one all-to-all if it has other sizes.
+    """
     old = x._sharding
     if type(mask) is ShardTensor:
         if ndim_of(mask) == 1 and mask.shape[0] == old.total and mask._sharding != old:
@@ -321,7 +333,10 @@ def narrow(x: ShardTensor, dim: int, start: int, length: int) -> ShardTensor:
 
 
 def select(x: ShardTensor, dim: int, index: int) -> Any:
-    """torch.select; a selected row is replicated."""
+    """torch.select; a selected row is replicated.
+
+    Communication: along the sharded dim one all-reduce, forward and backward.
+    """
     dim = normalize_dim(dim, ndim_of(x))
     if dim == x._dim:
         return _one_row(x, index).squeeze(dim)

@@ -13,7 +13,6 @@ from meshshard.comm import Domain
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import global_shape, ndim_of
 from meshshard.tensor.layout import as_layout, reshard, rows_between
-from meshshard.tensor.rules.reshape import shape_of
 from meshshard.tensor.rules.table import named
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -32,7 +31,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> Any:
     Communication: along the sharded dim one all-to-all for each tensor, forward and backward; else
     that of `as_layout`.
     """
-    tensors = [x for x in tensors if shape_of(x) != (0,)] or tensors  # torch ignores them
+    tensors = [x for x in tensors if global_shape(x) != (0,)] or tensors  # torch ignores them
     if not sharded_in(tensors):
         return torch.cat(tuple(tensors), dim)
     first = sharded_in(tensors)[0]
@@ -51,7 +50,7 @@ def _require_same_shape(tensors: Sequence[Tensor], dim: int) -> None:
     Raises:
         RuntimeError: the shapes differ in another dim than `dim`, as in torch.
     """
-    shapes = [tuple(shape_of(x)) for x in tensors]
+    shapes = [tuple(global_shape(x)) for x in tensors]
     if len({(len(s), *s[:dim], *s[dim + 1 :]) for s in shapes}) > 1:
         raise RuntimeError(f"cat: expected the same shape except in dim {dim}, got {shapes}")
 
@@ -99,7 +98,7 @@ def stack(tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> Any:
     Communication: that of `as_layout`.
     """
     first = sharded_in(tensors)[0]
-    if len({shape_of(x) for x in tensors}) > 1:
+    if len({global_shape(x) for x in tensors}) > 1:
         raise RuntimeError(f"stack expects equal shapes, got {[tuple(x.shape) for x in tensors]}")
     dim = normalize_dim(dim, ndim_of(first) + 1)
     parts: list[Tensor] = [as_layout(x, first) for x in tensors]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshshard.tensor.align import ndim_of
 from meshshard.tensor.rules.batched import Signature, batched, batched_rules
-from meshshard.tensor.rules.table import functions_named, named
+from meshshard.tensor.rules.table import functions_named, in_place, named
 from meshshard.tensor.shard_tensor import Rule, normalize_dim, refuse
 
 SQUARE = "A nn -> nn"  # signatures: see rules/batched.py
@@ -143,11 +143,6 @@ def renorm(x: Any, p: float, dim: int, maxnorm: float) -> Any:
     return x * torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), torch.ones_like(norms))
 
 
-def renorm_(x: Any, p: float, dim: int, maxnorm: float) -> Any:
-    """Tensor.renorm_."""
-    return x.copy_(renorm(x.clone(), p, dim, maxnorm))
-
-
 def matrix_norm(
     x: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *,  # noqa: A002
     dtype: Any = None,
@@ -217,7 +212,7 @@ RULES: dict[Any, Rule] = {
     **{f: batched(f, "A mn -> mn, k,", may_fail=True) for f in (torch.functional.lu, Tensor.lu)},
     **{f: _vander(f) for f in functions_named("vander")},
     **named({
-        "dist": dist, "multi_dot": multi_dot, "renorm": renorm, "renorm_": renorm_,
+        "dist": dist, "multi_dot": multi_dot, "renorm": renorm, "renorm_": in_place(renorm),
         "matrix_norm": matrix_norm, "cond": cond,
     }),
     torch.linalg.norm: norm,

@@ -22,7 +22,7 @@ def _pairs(x: Sharded, dim: int) -> tuple[Any, Any]:
     """All rows but the last, all but the first, in the same layout."""
     n = max(x.shape[dim] - 1, 0)
     lower, upper = torch.narrow(x, dim, 0, n), torch.narrow(x, dim, x.shape[dim] - n, n)
-    return lower, (as_layout(upper, lower) if type(lower) is ShardTensor else upper)
+    return lower, _fit(upper, lower)
 
 
 def diff(x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:

@@ -185,15 +185,10 @@ def _as_other(may_move: bool) -> Rule:
         if x is other and called_by_dtensor():
             raise refuse("DTensor", (x,), None, DTENSOR)
         if type(x) is ShardTensor:
-            return reshaped(x, list(shape_of(other)), may_move)
-        return x.reshape(shape_of(other))
+            return reshaped(x, list(global_shape(other)), may_move)
+        return x.reshape(global_shape(other))
 
     return _rule
-
-
-def shape_of(x: Tensor) -> torch.Size:
-    """The global shape of a sharded tensor, the shape of a plain one."""
-    return global_shape(x) if type(x) is ShardTensor else x.shape
 
 
 def flatten(x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import global_shape, ndim_of, require_whole_domain
 from meshshard.tensor.layout import rows_between
-from meshshard.tensor.rules.reshape import moved_from, shape_of
+from meshshard.tensor.rules.reshape import moved_from
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import (
     Rule,
@@ -130,7 +130,7 @@ def expand(x: ShardTensor, *sizes: Any, size: Any = None, **_: Any) -> Any:
 def expand_as(x: Any, other: Tensor) -> Any:
     """Expand to the shape of another tensor."""
     if type(x) is ShardTensor:
-        return expand(x, list(shape_of(other)))
+        return expand(x, list(global_shape(other)))
     return x + torch.zeros_like(other).to(x.dtype)
 
 
