@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-__all__ = ["ENDED", "GAVE_UP", "Board"]
+__all__ = ["ENDED", "RAISED", "Board"]
 
 POST, BALANCE, STATE, TEXT, LENGTH, CELLS = 0, 2, 4, 5, 6, 8  # cells of a rank: 2 posts, ...
-ENDED, GAVE_UP = 1, 2  # states of a rank
+ENDED, RAISED = 1, 2  # states of a rank
 HALF = 32  # bits of the checksum
 MASK = (1 << 62) - 1
 YIELD = 1e-4  # seconds in which a rank only yields its core; later it sleeps
-SLEEP = 1e-4  # seconds between two looks at the posts
-SETTLE = 0.01  # seconds in which what other cores have written arrives
-LATE = 1.0  # seconds to wait for the texts of the other ranks
+SLEEP = 1e-4  # seconds between two reads of the posts
+SETTLE = 0.01  # seconds within which writes of other cores become visible
+TEXTS = 1.0  # seconds to wait for the texts of the other ranks
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 Gather = Callable[[Any], list[Any]]
 
@@ -112,14 +112,14 @@ class Board:
         Returns:
             A rank that will not post it, or has not within the time-out; None if there is none.
         """
-        gone: int | None = self.rank
+        absent: int | None = self.rank
         try:
-            gone = self._wait()
+            absent = self._wait()
         finally:
-            if gone is not None:  # also if interrupted: the others need not wait for this rank
-                self._cells[self._mine + STATE] = GAVE_UP
+            if absent is not None:  # also if interrupted: the others need not wait for this rank
+                self._cells[self._mine + STATE] = RAISED
                 self._cells[self._mine + POST + (self._count & 1)] = 0
-        return gone
+        return absent
 
     def _wait(self) -> int | None:
         start = time.monotonic()
@@ -128,11 +128,11 @@ class Board:
             if waited < YIELD:
                 os.sched_yield()
                 continue
-            gone = next((r for r in missing if self.state(r)), None)
-            if gone is None and waited > self.timeout:
-                gone = missing[0]
-            if gone is not None and gone in self._missing():  # not posted just before it ended
-                return gone
+            absent = next((r for r in missing if self.state(r)), None)
+            if absent is None and waited > self.timeout:
+                absent = missing[0]
+            if absent is not None and absent in self._missing():  # not posted just before it ended
+                return absent
             time.sleep(SLEEP)
         return None
 
@@ -155,13 +155,13 @@ class Board:
         self._cells[self._mine + LENGTH] = len(data)
         self._cells[self._mine + TEXT] = self._count
         posted = set(range(self.size)) - set(self._missing())
-        deadline = time.monotonic() + LATE
+        deadline = time.monotonic() + TEXTS
         while time.monotonic() < deadline and any(not self._has_text(r) for r in posted):
             time.sleep(SLEEP)
         return {r: self._read(r) for r in sorted(posted) if self._has_text(r)}
 
     def state(self, rank: int) -> int:
-        """ENDED or GAVE_UP; 0 if the rank may still post."""
+        """ENDED or RAISED; 0 if the rank may still post."""
         state = self._cells[rank * CELLS + STATE]
         return state or (ENDED if rank != self.rank and self._is_free(rank) else 0)
 

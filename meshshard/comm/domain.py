@@ -17,7 +17,7 @@ from meshshard.comm.process_group import ProcessGroupTransport
 from meshshard.comm.ranks import Ranks
 from meshshard.comm.traffic import Traffic
 from meshshard.comm.transport import Transport
-from meshshard.comm.workers import Elsewhere, send_to_workers
+from meshshard.comm.workers import WorkerTransport, send_to_workers
 from meshshard.errors import DomainError, n_of
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _reduce(domain: Domain) -> tuple[Any, ...]:
 def _rebuild(kind: type[Domain], name: str, rank: int, size: int, device: str) -> Domain:
     transport: Transport | None = ProcessGroupTransport.by_name(name)
     if transport is None:
-        transport = Elsewhere(name, rank, size)
+        transport = WorkerTransport(name, rank, size)
     if (transport.rank, transport.size) != (rank, size):
         raise DomainError(
             f"a domain of rank {rank} of {size} was sent to rank {transport.rank} of "

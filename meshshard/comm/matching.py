@@ -167,13 +167,13 @@ def end_calls(group: dist.ProcessGroup) -> None:
 
 def _wait(call: Call, board: Board) -> None:
     """Wait for the other ranks; raise if one makes another call, or will not make any."""
-    gone = board.wait()
-    if gone is not None:
-        state, count = board.state(gone), n_of(board.count(gone), "collectives")
+    absent = board.wait()
+    if absent is not None:
+        state, count = board.state(absent), n_of(board.count(absent), "collectives")
         if not state:
-            raise RuntimeError(f"rank {gone} has not entered it within {board.timeout:.0f} s")
+            raise RuntimeError(f"rank {absent} has not entered it within {board.timeout:.0f} s")
         why = "has ended" if state == ENDED else "has raised an error"
-        raise DomainError(f"rank {board.rank} is in {call}, but rank {gone} {why} after {count}")
+        raise DomainError(f"rank {board.rank} is in {call}, but rank {absent} {why} after {count}")
     if board.agree():
         return
     texts = board.texts(json.dumps(_plain(call)))

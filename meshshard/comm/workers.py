@@ -21,7 +21,7 @@ from torch import Tensor
 from meshshard.comm.transport import Transport, Work
 from meshshard.errors import DomainError
 
-__all__ = ["Elsewhere", "inherited", "not_a_rank", "send_to_workers"]
+__all__ = ["WorkerTransport", "inherited", "not_a_rank", "send_to_workers"]
 
 T = TypeVar("T")
 REMEDY = (
@@ -31,7 +31,7 @@ REMEDY = (
 _inherited: list[Any] = []  # weak reference to the process group that a fork has copied
 
 
-class Elsewhere(Transport):
+class WorkerTransport(Transport):
     """The ranks as seen from a process that is none of them: every collective raises."""
 
     def __init__(self, group: str, rank: int, size: int) -> None:

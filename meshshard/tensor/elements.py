@@ -178,7 +178,10 @@ def sharded_if_long(index: Tensor, like: Sharding, dim: int = 0) -> Tensor:
 
 
 def _replicated_rows(x: ShardTensor, rows: Tensor) -> Tensor:
-    """Rows on every rank: each rank fills in its rows, an all-reduce adds them."""
+    """Rows on every rank, as the sum of those that each rank owns.
+
+    Communication: one all-reduce, forward and backward.
+    """
     sharding = x._sharding
     local_rows = rows - sharding.first
     mine = (local_rows >= 0) & (local_rows < sharding.own)

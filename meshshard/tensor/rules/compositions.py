@@ -82,7 +82,10 @@ def broadcast_tensors(*tensors: Any) -> Any:
 
 
 def one_sharded(tensors: Sequence[Any]) -> list[Any]:
-    """The tensors with all but the first sharded one gathered, as the result repeats them."""
+    """The tensors with all but the first sharded one gathered, as the result repeats them.
+
+    Communication: one all-to-all for each of the others.
+    """
     first = next(i for i, x in enumerate(tensors) if type(x) is ShardTensor)
     return [
         x.gather() if type(x) is ShardTensor and i != first else x for i, x in enumerate(tensors)

@@ -60,6 +60,8 @@ def _cat_rows(tensors: Sequence[Tensor], dim: int) -> Any:
 
     Rows move between ranks, so that the result has the order of torch.cat. Rows of a plain tensor,
     for example a class token before the points, count as rows of one rank.
+
+    Communication: one all-to-all for each tensor, and one of its sources if any has them.
     """
     found = sharded_in(tensors)
     domain = found[0]._sharding.domain
@@ -133,7 +135,10 @@ def chunk(x: ShardTensor, chunks: int, dim: int = 0) -> tuple[Any, ...]:
 
 
 def tensor_split(x: Any, *args: Any, dim: int = 0, **kwargs: Any) -> tuple[Any, ...]:
-    """torch.tensor_split, into a number of pieces or at given indices, which may be sharded."""
+    """torch.tensor_split, into a number of pieces or at given indices, which may be sharded.
+
+    Communication: one all-to-all of sharded indices.
+    """
     parts, dim = [*args, *kwargs.values(), dim][:2]
     if isinstance(parts, Tensor):
         parts = (parts.gather() if type(parts) is ShardTensor else parts).tolist()

@@ -64,7 +64,11 @@ def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -
 
 
 def gradient(x: Any, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> list[Any]:
-    """torch.gradient: central differences, one-sided at the two ends of a dim."""
+    """torch.gradient: central differences, one-sided at the two ends of a dim.
+
+    Communication: along the sharded dim one all-to-all for each neighbor, and one for each row at
+    the ends.
+    """
     torch.gradient(torch.empty(x.shape, device="meta"), dim=dim, edge_order=edge_order)  # raises
     dims = range(x.ndim) if dim is None else int_list(dim)
     spacing = 1 if spacing is None else spacing

@@ -67,6 +67,8 @@ def _to_shape(x: ShardTensor, shape: Any, kwargs: dict[str, Any], may_move: bool
 def reshaped(x: ShardTensor, wanted: list[int], may_move: bool = True) -> Any:
     """The tensor with another global shape; plain if it has one element and no dim.
 
+    Communication: that of `reshape`.
+
     Raises:
         RuntimeError: the shape has another number of elements, as in torch.
         NoShardRule: elements must move between ranks, but may not.

@@ -74,7 +74,10 @@ def write(x: Any, index: Tensor, values: Any, op: Write) -> ShardTensor:
 
 
 def _laid_out(index: Any, values: Any) -> tuple[Any, Any]:
-    """Numbers and their values with one layout."""
+    """Numbers and their values with one layout.
+
+    Communication: that of `as_layout` and `reshard`, where the layouts differ.
+    """
     if type(values) is ShardTensor and type(index) is not ShardTensor:
         if not index.ndim:
             return index, values.gather()

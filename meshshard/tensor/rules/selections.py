@@ -224,7 +224,10 @@ def mode(x: Sharded, dim: int = -1, keepdim: bool = False) -> Any:
 
 
 def new_runs(values: Sharded, dim: int) -> Sharded:
-    """Whether each value along the sharded dim differs from the one before; true for the first."""
+    """Whether each value along the sharded dim differs from the one before; true for the first.
+
+    Communication: that of torch.roll and of torch.cumsum.
+    """
     before = torch.roll(values, 1, dim)
     own = torch.ones_like(values, dtype=torch.int64).cumsum(dim)
     return (values != before) | (own == 1)

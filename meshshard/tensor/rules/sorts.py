@@ -101,7 +101,10 @@ def _owner(sharding: Sharding, keys: Tensor, rows: Tensor) -> Tensor:
 
 
 def _sent(domain: Domain, owner: Tensor, items: Tensor) -> Tensor:
-    """The items that this rank gets, in the order of the ranks that send them."""
+    """The items that this rank gets, in the order of the ranks that send them.
+
+    Communication: one all-to-all of counts, one of the items.
+    """
     order, counts = domain.group_by_rank(owner)
     return domain.route(items[order], counts)[0]
 

@@ -67,7 +67,10 @@ def _rows(x: Sharded, dim: int | None) -> Sharded:
 
 
 def _runs(x: Sharded, flat: Any, order: Any, wanted: tuple[bool, bool], dim: int | None) -> Any:
-    """The first of each run of equal rows, the run of each row, the lengths of the runs."""
+    """The first of each run of equal rows, the run of each row, the lengths of the runs.
+
+    Communication: that of `rows_at` and `new_runs`, and one gather of objects.
+    """
     rows = flat if order is None else rows_at(flat, order)
     starts = new_runs(rows, 0).any(1)
     values = rows[starts]
@@ -88,7 +91,10 @@ def _as_values(values: Sharded, x: Sharded, dim: int | None) -> Any:
 
 
 def _inverse(runs: Sharded, order: Any, x: Sharded, dim: int | None) -> Any:
-    """The run of each row, in the order of the rows of `x`."""
+    """The run of each row, in the order of the rows of `x`.
+
+    Communication: that of `to_owners`, and of `rearranged` without a dim.
+    """
     if order is not None:
         old = runs._sharding
         with native():

@@ -117,6 +117,8 @@ def expand(x: ShardTensor, *sizes: Any, size: Any = None, **_: Any) -> Any:
     """Repeat dims of size one without a copy; new dims come first.
 
     A sharded dim of one row that is repeated gives a replicated tensor.
+
+    Communication: none; one all-to-all if the sharded dim is repeated.
     """
     sizes = sizes or tuple(size)
     wanted = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
