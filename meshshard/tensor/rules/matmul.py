@@ -14,7 +14,15 @@ from meshshard.tensor.align import narrow_to_owned, ndim_of, require_same_shardi
 from meshshard.tensor.rules.batched import batched
 from meshshard.tensor.rules.pointwise import pointwise
 from meshshard.tensor.rules.table import functions_named, named
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, sharded_in, wrap
+from meshshard.tensor.shard_tensor import (
+    Rule,
+    ShardTensor,
+    apply_local,
+    name_of,
+    refuse,
+    sharded_in,
+    wrap,
+)
 
 ALL_PAIRS = (
     "it multiplies all pairs of rows: use F.scaled_dot_product_attention if a softmax follows"
@@ -34,6 +42,8 @@ def _contract(
     """
     first = require_same_sharding(func, operands)
     sharding = first._sharding
+    if all(x.dtype == torch.bool for x in operands):  # ranks without rows would not raise
+        raise NotImplementedError(f"{name_of(func)} is not implemented for bools")
     pairs = list(zip(operands, labels, strict=True))
     names = {label[x._dim] for x, label in pairs if type(x) is ShardTensor}
     if len(names) != 1 or any(label.count(next(iter(names))) > 1 for label in labels):
