@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import narrow_to_owned, ndim_of, require_same_sharding
+from meshshard.tensor.autocast import plus_bias
 from meshshard.tensor.rules.batched import batched
 from meshshard.tensor.rules.pointwise import pointwise
 from meshshard.tensor.rules.table import functions_named, named
@@ -93,15 +94,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     rows = LETTERS[: ndim - 1]
     out = _contract(F.linear, (x, weight), (rows + "k", "nk"), rows + "n", F.linear)
     return plus_bias(out, bias)
-
-
-def plus_bias(product: Tensor, bias: Any) -> Any:
-    """A product and its bias, which autocast gives the dtype of the product."""
-    if bias is None:
-        return product
-    return product + (
-        bias.to(product.dtype) if torch.is_autocast_enabled(bias.device.type) else bias
-    )
 
 
 _bilinear = batched(F.bilinear, "input1 k, input2 m, weight Okm -> O sum km", pad=True)
