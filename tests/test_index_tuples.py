@@ -150,28 +150,3 @@ def test_all_ranks_raise_for_an_index_that_does_not_fit(index, sizes):
 
     for found in simulate(3, _job):
         assert torch.equal(found, numbers(5, 3))
-
-
-FLOAT32 = {
-    "linear": (torch.nn.functional.linear, (6, 4), (5, 4), (5,)),
-    "addmm": (torch.addmm, (6, 5), (6, 4), (4, 5)),
-    "conv1d": (lambda x, w, b: torch.conv1d(x, w, b), (2, 6, 4), (5, 6, 3), (5,)),
-    "inner": (lambda x, y, _: torch.inner(x, y), (6,), (6,), (1,)),
-}
-
-
-@pytest.mark.parametrize("name", FLOAT32)
-def test_autocast_gives_products_and_biases_the_same_dtype(name):
-    call, *shapes = FLOAT32[name]
-    given = [numbers(*shape).float() / 10 for shape in shapes]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        want = call(*given)
-
-    def _job(domain, dim):
-        first = shard(given[0], domain, [0, given[0].shape[dim], 0], dim=dim)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return whole(call(first, *given[1:]))
-
-    for dim in range(min(given[0].ndim, 2)):
-        for found in simulate(3, lambda domain, dim=dim: _job(domain, dim)):
-            torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)

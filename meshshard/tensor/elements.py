@@ -139,7 +139,7 @@ def checked(index: Tensor, n: int, negative: bool = True) -> Tensor:
     with native():
         bad = ((index >= n) | (index < (-n if negative else 0))).any().to(torch.int64)
         if type(index) is ShardTensor:
-            bad = index._sharding.domain.all_reduce(bad, "max")
+            bad = index._sharding.domain.all_reduce_(bad[None], "errors", "max")
         if bad:
             least = -n if negative else 0
             raise IndexError(f"index out of range: expected numbers from {least} to {n - 1}")

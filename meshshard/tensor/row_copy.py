@@ -13,6 +13,14 @@ from meshshard.tensor._torch_private import native
 
 __all__ = ["RowCopy", "plain", "row_copy"]
 
+_grad: Any = Tensor.grad
+_requires_grad: Any = Tensor.requires_grad
+_is_leaf: Any = Tensor.is_leaf
+OF_THE_LEAF = {  # what is stored with a tensor that requires a gradient, so not with an alias of it
+    _grad.__get__, _grad.__set__, _is_leaf.__get__, _requires_grad.__set__, Tensor.requires_grad_,
+    Tensor.retain_grad, Tensor.register_hook,
+}  # fmt: skip
+
 
 class RowCopy(Tensor):
     """A row `x[i]` of a sharded tensor, or a view of one, replicated.
@@ -38,6 +46,9 @@ class RowCopy(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call a function on plain tensors; write through what it changed."""
+        if func in OF_THE_LEAF:
+            with native():
+                return func(*args, **(kwargs or {}))
         given = [*args, *(kwargs or {}).values()]
         rows = [a for a in given if type(a) is RowCopy]
         before = [_state(row) for row in rows]

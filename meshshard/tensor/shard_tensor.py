@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from meshshard.comm import Domain
 from meshshard.errors import MeshshardError, NoShardRule, n_of
 from meshshard.tensor._torch_private import (
     current_autograd_node,
@@ -238,15 +239,21 @@ def _in_own_function(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -
     """
     found = sharded_in([*args, *kwargs.values()])
     domain = found[0]._sharding.domain if found else None
-    before = domain.traffic.total().calls if domain else 0
+    before = _coupling_calls(domain) if domain else 0
     out = rule(*args, **kwargs)
-    if domain and domain.traffic.total().calls != before and not in_checkpoint():
+    if domain and _coupling_calls(domain) != before and not in_checkpoint():
         why = (
             "it couples rows inside your own autograd.Function, whose backward gets the owned rows "
             "only"
         )
         raise refuse(func, args, kwargs, why)
     return out
+
+
+def _coupling_calls(domain: Domain) -> int:
+    """Number of collectives so far that couple rows; those that find errors do not."""
+    errors = domain.traffic.counts.get("errors")
+    return domain.traffic.total().calls - (errors.calls if errors else 0)
 
 
 class _LeafRows(torch.autograd.Function):

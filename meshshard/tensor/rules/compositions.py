@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshshard.tensor._torch_private import VF, native
 from meshshard.tensor.align import narrow_to_owned
+from meshshard.tensor.autocast import in_float32
 from meshshard.tensor.layout import as_layout, even_sizes, rearranged, reshard
 from meshshard.tensor.rules.table import functions_named, in_place, named
 from meshshard.tensor.shard_tensor import Rule, Sharded, ShardTensor, refuse, sharded_in, wrap
@@ -224,7 +225,7 @@ def sum_to_size(x: Sharded, *size: Any) -> Any:
 def trace(x: Sharded) -> Tensor:
     """torch.trace."""
     torch.trace(torch.empty(x.shape, device="meta"))  # raises as in torch
-    return torch.diagonal(x).sum()
+    return torch.diagonal(in_float32(x, "cpu")).sum()
 
 
 def masked_scatter(x: Any, mask: Any, source: Any) -> Any:

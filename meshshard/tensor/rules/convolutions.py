@@ -11,8 +11,8 @@ from torch import Tensor
 from meshshard.comm.linear import Window, apply
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import ndim_of, require_whole_domain
+from meshshard.tensor.autocast import plus_bias
 from meshshard.tensor.rules.batched import batched
-from meshshard.tensor.rules.matmul import plus_bias
 from meshshard.tensor.rules.table import functions_named
 from meshshard.tensor.shard_tensor import (
     Rule,

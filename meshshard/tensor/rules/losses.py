@@ -19,6 +19,7 @@ from meshshard.tensor.align import (
     ndim_of,
     require_same_sharding,
 )
+from meshshard.tensor.autocast import in_float32
 from meshshard.tensor.rules.batched import batched
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, refuse, sharded_in, wrap
 from meshshard.tensor.tokens import accumulation_dtype
@@ -77,6 +78,8 @@ def _of_terms(func: Callable[..., Any], terms: Callable[..., Any]) -> Rule:
     def _rule(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         reduction = _pop_reduction(given)
+        if func in FLOAT32:
+            given = {name: in_float32(value) for name, value in given.items()}
         return _reduced(terms(**given), reduction)
 
     return _rule
@@ -185,6 +188,7 @@ def _classification(func: Callable[..., Any]) -> Rule:
         with_classes = (x, target) if target.is_floating_point() else (x,)
         by_class = any(type(t) is ShardTensor and t._dim == classes for t in with_classes)
         if by_class or sharded_in(given.values()):
+            x = in_float32(x)
             log_p = F.log_softmax(x, classes) if func is F.cross_entropy else x
             terms, weights = _terms_of_classes(log_p, target, classes, **given)
             if reduction != "mean" or weights is None:
@@ -273,6 +277,7 @@ SAMPLES: dict[Any, str] = {
     F.multi_margin_loss: "input c, target, weight c ->",
     F.multilabel_margin_loss: "input c, target c ->",
 }
+FLOAT32 = {F.cosine_embedding_loss, F.triplet_margin_loss}  # under autocast
 TERMS: dict[Any, Callable[..., Any]] = {
     F.cosine_embedding_loss: _cosine_terms,
     F.multilabel_soft_margin_loss: _multilabel_terms,

@@ -11,10 +11,19 @@ from torch import Tensor
 
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import narrow_to_owned, ndim_of, require_same_sharding
+from meshshard.tensor.autocast import plus_bias
 from meshshard.tensor.rules.batched import batched
 from meshshard.tensor.rules.pointwise import pointwise
 from meshshard.tensor.rules.table import functions_named, named
-from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse, sharded_in, wrap
+from meshshard.tensor.shard_tensor import (
+    Rule,
+    ShardTensor,
+    apply_local,
+    name_of,
+    refuse,
+    sharded_in,
+    wrap,
+)
 
 ALL_PAIRS = (
     "it multiplies all pairs of rows: use F.scaled_dot_product_attention if a softmax follows"
@@ -34,6 +43,8 @@ def _contract(
     """
     first = require_same_sharding(func, operands)
     sharding = first._sharding
+    if all(x.dtype == torch.bool for x in operands):  # ranks without rows would not raise
+        raise NotImplementedError(f"{name_of(func)} is not implemented for bools")
     pairs = list(zip(operands, labels, strict=True))
     names = {label[x._dim] for x, label in pairs if type(x) is ShardTensor}
     if len(names) != 1 or any(label.count(next(iter(names))) > 1 for label in labels):
@@ -83,15 +94,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     rows = LETTERS[: ndim - 1]
     out = _contract(F.linear, (x, weight), (rows + "k", "nk"), rows + "n", F.linear)
     return plus_bias(out, bias)
-
-
-def plus_bias(product: Tensor, bias: Any) -> Any:
-    """A product and its bias, which autocast gives the dtype of the product."""
-    if bias is None:
-        return product
-    return product + (
-        bias.to(product.dtype) if torch.is_autocast_enabled(bias.device.type) else bias
-    )
 
 
 _bilinear = batched(F.bilinear, "input1 k, input2 m, weight Okm -> O sum km", pad=True)

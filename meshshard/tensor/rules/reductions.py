@@ -206,12 +206,17 @@ def argmin(x: Sharded, dim: int | None = None, keepdim: bool = False) -> Any:
 
 def any_of(x: Sharded, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether any element is not zero."""
-    return count_nonzero(x, dim, keepdim) > 0
+    return _truth(x, count_nonzero(x, dim, keepdim) > 0)
 
 
 def all_of(x: Sharded, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether all elements are not zero."""
-    return total(x == 0, dim, keepdim, dtype=torch.int64) == 0
+    return _truth(x, total(x == 0, dim, keepdim, dtype=torch.int64) == 0)
+
+
+def _truth(x: Sharded, found: Any) -> Any:
+    """Bools, which are uint8 for a uint8 tensor, as in torch."""
+    return found.to(torch.uint8) if x.dtype == torch.uint8 else found
 
 
 def count_nonzero(x: Sharded, dim: Dims = None, keepdim: bool = False) -> Any:
@@ -307,6 +312,8 @@ def logsumexp(x: Sharded, dim: Dims, keepdim: bool = False) -> Any:
         return _local(torch.logsumexp, x, dims, keepdim)
     if not x.is_floating_point() and not x.is_complex():
         x = x.to(torch.get_default_dtype())
+    if not _count(x, dims):
+        return torch.log(total(torch.exp(x), dims, keepdim))
     top = _finite_max(x, dims)
     out = torch.log(total(torch.exp(x - top), dims, True)) + top
     return out if keepdim else out.squeeze(dims)
@@ -332,7 +339,7 @@ def _softmax(func: Callable[..., Any], sign: int = 1) -> Rule:
         x = x if dtype is None else x.to(dtype)
         if not x._sharding.total:
             return x.clone()
-        shifted = x - _finite_max(x, (dim,))
+        shifted = x - amax(x.detach(), (dim,), True)
         powers = torch.exp(shifted)
         sums = total(powers, dim, True)
         return powers / sums if func is torch.softmax else shifted - torch.log(sums)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import global_shape, narrow_to_owned, ndim_of
+from meshshard.tensor.autocast import in_float32
 from meshshard.tensor.layout import as_layout, rearranged, rows_between
 from meshshard.tensor.rules.table import int_list, named
 from meshshard.tensor.shard_tensor import (
@@ -160,7 +161,8 @@ def pad(x: Sharded, pad: Sequence[int], mode: str = "constant", value: Any = Non
         rest = [n for d in range(ndim - 1, -1, -1) for n in amounts.get(d, (0, 0))]
         wide = apply_local(F.pad, x, (rest, mode, value))
         return _with_constant_rows(wide, *at_rows, value or 0) if any(at_rows) else wide
-    out: Any = x.clone()
+    cast = mode == "replicate" or (mode == "reflect" and len(pad) < 6)  # by autocast
+    out: Any = in_float32(x, "cpu").clone() if cast else x.clone()
     for dim, (before, after) in amounts.items():
         rows = torch.arange(-before, x.shape[dim] + after, device=x.device)
         rows = _source(rows, x.shape[dim], (before, after), mode)

@@ -140,6 +140,8 @@ def _quantile(ignore_nan: bool) -> Rule:
         x: Sharded, q: Any, dim: int | None = None, keepdim: bool = False, *,
         interpolation: str = "linear",
     ) -> Any:  # fmt: skip
+        if not x.shape.numel():  # ranks without rows would raise alone, or not at all
+            raise RuntimeError("quantile() input tensor must be non-empty")
         if type(q) is ShardTensor:
             q = q.gather()
         if type(x) is not ShardTensor:
