@@ -135,6 +135,7 @@ def test_attention(ranks, case, place, size):
                 assert max(errors) <= TOLERANCE, (sizes, errors)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.data())
 def test_on_any_sizes(ranks, data):

@@ -332,6 +332,7 @@ def folder_job(folder):
     return out
 
 
+@pytest.mark.slow
 def test_a_folder_of_shards_on_any_number_of_ranks(ranks, tmp_path):
     path = tmp_path / "surface.shards"
     partition(surface(30, 28, orphans=0), 4).save(path)

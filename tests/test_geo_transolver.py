@@ -105,6 +105,7 @@ def test_output_depends_on_geometry_and_context():
         model(x, pos, geometry)
 
 
+@pytest.mark.slow
 def test_hooked_modules_are_called(monkeypatch):
     """A hook that changes nothing keeps the output; a hook that doubles a value changes it."""
     monkeypatch.setattr(_tiles, "FEW", 0)

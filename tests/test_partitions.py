@@ -88,6 +88,7 @@ def test_weights_by_name_by_area_and_as_an_array():
         partition(SHEET, 4, weights="tau")
 
 
+@pytest.mark.slow
 def test_uneven_loads_give_a_warning():
     heavy = np.ones(300)
     heavy[3] = 1e6

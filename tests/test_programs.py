@@ -3,6 +3,7 @@
 import pytest
 from programs import draw_program, judge
 
+pytestmark = pytest.mark.slow
 EACH = 20  # programs of one test; benchmarks/programs.py runs thousands
 
 

@@ -186,6 +186,7 @@ def test_second_derivatives(ranks, few, variant):
     assert max(ranks[3].run(residual_job, (60, 0, 37), variant, few)) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tiles_pass_gradcheck_and_gradgradcheck(monkeypatch, variant):
     monkeypatch.setattr(_tiles, "FEW", 0)
@@ -213,6 +214,7 @@ def test_batched_context_equals_each_sample(few):
     assert context.grad.abs().min() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_are_as_precise_as_recorded_operations(monkeypatch, dtype):
     """The error relative to float64 is at most twice that of recorded operations."""
