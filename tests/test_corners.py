@@ -12,11 +12,16 @@ SIZES = [(0, 0, 4), (1, 0, 3)]
 ROWS = torch.tensor(
     [[1.0, NAN, 2.0], [INF, 1.0, -INF], [0.5, 3.0, 1.0], [2.0, -INF, -INF]], dtype=torch.float64
 )
+TABLES = torch.arange(24).int().view(4, 3, 2)
 CALLS = {
     "softmax": (lambda x: x.softmax(0), ROWS),
     "log_softmax": (lambda x: x.log_softmax(0), ROWS),
     "logsumexp": (lambda x: x.logsumexp(0), ROWS),
     "any of uint8": (lambda x: x.any(0), (ROWS > 1).to(torch.uint8)),
+    "addbmm of int32": (
+        lambda x: torch.addbmm(torch.ones(2, 2).int(), x.view(4, 1, 1).expand(4, 2, 3), TABLES),
+        torch.arange(4).int(),
+    ),
     "all of uint8": (lambda x: x.all(), (ROWS > 1).to(torch.uint8)),
 }
 

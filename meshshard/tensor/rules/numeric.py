@@ -161,6 +161,12 @@ def tensordot(a: Any, b: Any, dims: Any = 2, **_: Any) -> Any:
     return torch.einsum(f"{''.join(labels_a)},{''.join(labels_b)}->{''.join(out)}", a, b)
 
 
+def _sum_of_products(a: Any, b: Any) -> Any:
+    """The sum of the products of a batch; a sum of integers would be int64."""
+    products = torch.bmm(a, b)
+    return products.sum(0, dtype=products.dtype)
+
+
 def vecdot(a: Any, b: Any, *, dim: int = -1) -> Any:
     """torch.linalg.vecdot."""
     return (a.conj() * b).sum(dim)
@@ -269,7 +275,7 @@ RULES: dict[Any, Rule] = {
         "cumulative_trapezoid": cumulative_trapezoid,
         "vecdot": vecdot, "inner": inner, "tensordot": tensordot, "kron": kron,
         "cov": cov, "corrcoef": corrcoef,
-        "addr": added(torch.outer), "addbmm": added(lambda a, b: torch.bmm(a, b).sum(0)),
+        "addr": added(torch.outer), "addbmm": added(_sum_of_products),
         "equal": equal, "allclose": allclose, "isin": isin, "frexp": rowwise(torch.frexp),
         "unravel_index": rowwise(torch.unravel_index),
         "cdouble": _to(torch.complex128), "cfloat": _to(torch.complex64),
