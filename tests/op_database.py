@@ -168,7 +168,20 @@ def calls_with_out(op: Any, samples: int | None = None) -> Iterator[Call]:
             sizes = cut(leaves[first].shape[dim], SPLITS[0])
             label = f"sample {number}, out=, {name}, sizes {sizes}"
             # The result without out=: with it, torch drops the conjugation of fft.ihfft2(dim=(0,)).
-            yield Call(into_out(op.op), leaves, spec, dims, label, not random(op), sizes, op.op)
+            run, want = into_out(op.op), tensors_of(op.op)
+            yield Call(run, leaves, spec, dims, label, not random(op), sizes, want)
+
+
+def tensors_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which raises if its results are not all tensors, as for `out=`."""
+
+    def _call(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        if not all(isinstance(x, torch.Tensor) for x in tree_flatten(found)[0]):
+            raise TypeError("a result is no tensor")
+        return found
+
+    return _call
 
 
 def into_out(function: Callable[..., Any]) -> Callable[..., Any]:
