@@ -84,13 +84,13 @@ def rmatmul(b: Tensor, a: Tensor) -> Any:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """F.linear; if the features are sharded, partial products are all-reduced before the bias."""
     ndim = ndim_of(x)
+    others = type(weight) is ShardTensor or type(bias) is ShardTensor
+    if type(x) is ShardTensor and not others and x._dim < ndim - 1 and ndim_of(weight) > 1:
+        return apply_local(F.linear, x, (weight, bias))  # the common case, with the least overhead
     if not sharded_in((x, weight)):
         return plus_bias(F.linear(x, weight), bias)
     if ndim_of(weight) < 2:
-        product = torch.matmul(x, weight)
-        return plus_bias(product, bias)
-    if len(sharded_in((x, weight, bias))) == 1 and type(x) is ShardTensor and x._dim < ndim - 1:
-        return apply_local(F.linear, x, (weight, bias))
+        return plus_bias(torch.matmul(x, weight), bias)
     rows = LETTERS[: ndim - 1]
     out = _contract(F.linear, (x, weight), (rows + "k", "nk"), rows + "n", F.linear)
     return plus_bias(out, bias)
