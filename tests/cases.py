@@ -156,7 +156,7 @@ VIEWS = {
     "roll rows": lambda x, y, w, c, n: x.roll(5, 0) * y,
     "pad rows": lambda x, y, w, c, n: F.pad(x.T[None], (2, 3), "circular"),
     "flatten columns": lambda x, y, w, c, n: x.T.flatten() ** 2,
-    "merged with columns": lambda x, y, w, c, n: x.T.reshape(12, 7),
+    "merged with columns": lambda x, y, w, c, n: x.T.reshape(3, -1),
     "windows of rows": lambda x, y, w, c, n: x.unfold(0, 4, 3),
     "diagonal": lambda x, y, w, c, n: torch.diagonal_scatter(x, y.diagonal()),
     "differences of rows": lambda x, y, w, c, n: torch.gradient(x, dim=0)[0] + x[1:2].squeeze(),
@@ -286,7 +286,7 @@ LAYERS = {
         x, lambda: nn.RNNCell(6, 6, nonlinearity="relu"), y
     ),
     "nn.LSTMCell plain state": lambda x, y, w, c, n: _layer(
-        x, lambda: nn.LSTMCell(6, 6), (y, c.expand(14, 6))
+        x, lambda: nn.LSTMCell(6, 6), (y, c.expand(len(y), 6))
     )[1],
     "nn.CrossEntropyLoss": lambda x, y, w, c, n: nn.CrossEntropyLoss()(x, n),
     "nn.MSELoss": lambda x, y, w, c, n: nn.MSELoss()(x, y),
