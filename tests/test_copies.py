@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch_geometric.nn as pyg
 from samples import AHMED
 
 from meshshard.comm import DomainError, init_domain
@@ -15,8 +16,6 @@ from meshshard.nn import convert, knn_graph
 from meshshard.partitioning.partition import partition
 from meshshard.ranks.shard import load
 from meshshard.tensor import NoShardRule
-
-pyg = pytest.importorskip("torch_geometric.nn")
 
 
 @pytest.fixture(scope="module")

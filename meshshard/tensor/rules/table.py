@@ -111,7 +111,7 @@ def _not_of_moved(func: Any, rule: Rule) -> Rule:
     def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
         source = getattr(x, "_moved_from", None)
         if source is not None and source() is not None:
-            why = "its elements moved between ranks, so it is no view here: change a clone of it"
+            why = "its elements moved between ranks, so it is not a view here: change a clone of it"
             raise refuse(func, (x, *args), kwargs, why)
         return rule(x, *args, **kwargs)
 
