@@ -66,11 +66,12 @@ def database(device: str, share: int) -> dict[str, int]:
     """Outcomes of every n-th operation of PyTorch's database, two samples each."""
     os.environ["MESHSHARD_TEST_DEVICE"] = device
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from op_database import calls, full_name, judge, operations
+    from op_database import SUITES, judge
 
     counts: Counter[str] = Counter()
-    for op in operations()[::share]:
-        if verdict := judge(full_name(op), calls(op, 2)):
+    suite = SUITES["operations"]
+    for op in suite.entries()[::share]:
+        if verdict := judge(suite.name(op), suite.calls(op, 2)):
             counts[verdict.word] += 1
             if verdict.word in ("wrong", "diverged", "error"):
                 print(f"{verdict.name}: {verdict.word} {verdict.examples[verdict.word]}")

@@ -181,6 +181,17 @@ def test_a_script_may_initialize_torch_distributed_itself(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["0 4.0", "1 4.0"]
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_of_ranks_do_not_mix(tmp_path, monkeypatch, unbuffered):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    text = "import os\nfor i in range(2000): print(*[os.environ['RANK']] * 9)"
+    (tmp_path / "lines.py").write_text(text)
+    done = run("launch", 2, "lines.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join([rank] * 9) for rank in "01"]
+    assert sorted(done.stdout.splitlines()) == sorted(lines * 2000)
+
+
 @pytest.mark.parametrize(
     ("failing", "code", "last"),
     [

@@ -8,23 +8,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-from op_database import (
-    calls,
-    calls_of_module,
-    calls_with_out,
-    full_name,
-    judge,
-    modules,
-    operations,
-)
+from op_database import SUITES, judge
 
 pytestmark = pytest.mark.slow
 PARTS, SAMPLES = 10, 2
-SUITES = {
-    "operations": (operations, full_name, calls),
-    "out": (operations, full_name, calls_with_out),
-    "modules": (modules, lambda info: info.name, calls_of_module),
-}
 
 
 def part_of_this_commit():
@@ -36,12 +23,12 @@ def part_of_this_commit():
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_call_is_exact_or_refused(suite):
-    entries, name, calls_of = SUITES[suite]
+    found = SUITES[suite]
     part, bad = part_of_this_commit(), {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for entry in entries()[part::PARTS]:
-            verdict = judge(name(entry), calls_of(entry, SAMPLES))
+        for entry in found.entries()[part::PARTS]:
+            verdict = judge(found.name(entry), found.calls(entry, SAMPLES))
             if verdict and verdict.word not in ("exact", "partly", "refused"):
                 bad[verdict.name] = verdict.examples[verdict.word]
     assert not bad, f"part {part} of {PARTS}"

@@ -8,6 +8,7 @@ LAUNCHER is the process ID of the launcher.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import runpy
 import select
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
     pipe, launcher = map(int, argv[:2])
     die_with_parent(launcher)
     os.set_inheritable(pipe, False)
+    _write_whole_lines()
     report = partial(_report, pipe, os.environ["RANK"])
     try:
         _run(argv[2:])
@@ -50,6 +52,16 @@ def main(argv: list[str]) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
+
+
+def _write_whole_lines() -> None:
+    """Write to stdout and stderr line by line, so that lines of several ranks do not mix.
+
+    Under PYTHONUNBUFFERED, `print(a, b)` would make a write for each of its parts.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _run(argv: list[str]) -> None:
