@@ -89,8 +89,8 @@ CASES = {
 }  # fmt: skip
 
 
-def with_domain(call):
-    return call(init_domain())
+def with_domain(call, *args):
+    return call(init_domain(), *args)
 
 
 def matching(domain):
@@ -125,6 +125,65 @@ def test_three_ranks_raise_and_name_two_calls(ranks, case):
 def test_simulated_ranks_raise_alike(case):
     with pytest.raises(DomainError, match=r"different collectives|sends 1 row"):
         simulate(3, case)
+
+
+def without_waiting(case, late):
+    """A case on a group of its own, whose ranks no longer wait for each other; one comes late."""
+    domain = Domain(ProcessGroupTransport(torch.distributed.new_group()))
+    domain.share(0)
+    matching(domain).waited = 0
+    if domain.rank == late:
+        time.sleep(0.3)
+    with pytest.raises(DomainError) as raised:
+        case(domain)
+    with pytest.raises(DomainError, match="cannot be used any more"):
+        domain.all_reduce(torch.ones(2))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("late", range(3))
+@pytest.mark.parametrize("case", [c for c in CASES if c not in (another_row, another_table)])
+def test_ranks_that_do_not_wait_raise_alike(ranks, case, late):
+    for message in ranks[3].run(without_waiting, case, late):
+        assert re.search(r"rank \d in .*, rank \d in ", message)
+
+
+def stays_away(domain, how):
+    """Rank 0 is in an all-reduce, without having waited, when rank 1 ends."""
+    domain.share(0)
+    matching(domain).waited = 0
+    domain.all_reduce(torch.ones(3))
+    if domain.rank:
+        time.sleep(0.3)
+        how(domain)
+        return None
+    return message_of(lambda d: d.all_reduce(torch.ones(3)))
+
+
+@pytest.mark.parametrize("how", ["dies", "closes"])
+def test_a_rank_that_ends_during_a_call_is_named(how):
+    pool = Ranks(2)
+    pool._send(with_domain, (stays_away, globals()[how]))
+    error, message = pool.pipes[0].recv()
+    pool.stop()
+    assert error is None
+    assert re.search(r"rank 0 is in all_reduce\(.* but rank 1 has ended after 2 coll", message)
+
+
+def of_random_duration(domain):
+    """Many all-reduces by ranks that do not wait for each other, with rows between them."""
+    matching(domain).waited = 0
+    pause = random.Random(domain.rank)
+    for step in range(300):
+        time.sleep(pause.choice([0, 0, 0, 3e-4, 3e-3]) if step % 100 else 0.15 * domain.rank)
+        assert domain.all_reduce(torch.full((2,), step)).tolist() == [domain.size * step] * 2
+        if step % 7 == 0:
+            assert domain.share(step) == [step] * domain.size
+    matching(domain).waited = 1_000
+
+
+def test_all_reduces_without_waiting_are_right(ranks):
+    ranks[3].run(with_domain, of_random_duration)
 
 
 def dies(domain):

@@ -123,7 +123,7 @@ class Board:
 
     def _wait(self) -> int | None:
         start = time.monotonic()
-        while not self._differ() and (missing := self._missing()):
+        while not self.differ() and (missing := self._missing()):
             waited = time.monotonic() - start
             if waited < YIELD:
                 os.sched_yield()
@@ -136,12 +136,17 @@ class Board:
             time.sleep(SLEEP)
         return None
 
+    def differ(self) -> bool:
+        """Whether a rank has posted another call; a rank that is ahead has made others."""
+        posts = self._posts()
+        return any(p >> HALF >= self._count and p != self._word for p in posts)
+
     def agree(self) -> bool:
         """Whether all ranks have posted the same call."""
         deadline = time.monotonic() + SETTLE
         while (balanced := self._balanced()) is False and time.monotonic() < deadline:
             os.sched_yield()  # memory of other cores may arrive in another order
-        return balanced and not self._differ() and not self._missing()
+        return balanced and not self.differ() and not self._missing()
 
     def texts(self, text: str) -> dict[int, str]:
         """The texts of the ranks that have posted this call, by rank; they have called this too.
@@ -173,11 +178,6 @@ class Board:
     def end(self) -> None:
         """Record that this rank makes no more calls."""
         self._cells[self._mine + STATE] = ENDED
-
-    def _differ(self) -> bool:
-        """Whether a rank has posted another call; a rank that is ahead has made others."""
-        posts = self._posts()
-        return any(p >> HALF >= self._count and p != self._word for p in posts)
 
     def _missing(self) -> list[int]:
         """Ranks that have not posted this call."""

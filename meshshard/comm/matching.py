@@ -3,8 +3,12 @@
 A collective that not all ranks enter waits forever, and two different ones either end the process
 or return a wrong number. So every rank first posts which call it makes, and from which line of user
 code; then it waits until all ranks have posted the same one. Ranks of one machine post in shared
-memory, which costs microseconds beyond the wait that a collective needs anyway. Ranks of several
-machines gather the calls, and do so for the first 1,000 only.
+memory; ranks of several machines gather the calls, and do so for the first 1,000 only.
+
+After 1,000 calls a rank of one machine no longer waits before an all-reduce of CPU tensors: it
+compares its call with those that are posted, and the rest while it waits for the result. Then all
+ranks raise just the same, but the process group is of no use afterwards: some ranks have entered a
+collective that others have not.
 
 The environment variable MESHSHARD_CHECKED_CALLS is the number of calls that are compared, for each
 process group: 0 for none.
@@ -17,6 +21,7 @@ import os
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -31,7 +36,8 @@ from meshshard.errors import DomainError, n_of
 __all__ = ["Call", "Matching", "call_of", "end_calls", "matching_of", "raise_if_different"]
 
 VARIABLE = "MESHSHARD_CHECKED_CALLS"
-ALL, FEW = sys.maxsize, 1_000  # calls that are compared by default: on one machine, on several
+ALL, FEW = sys.maxsize, 1_000  # calls that are compared: on one machine, on several
+PATIENCE = timedelta(seconds=0.1)  # for a result, before a rank looks where the others are
 LIBRARIES = frozenset({"meshshard", "torch", "torch_geometric"}) | sys.stdlib_module_names
 Table = tuple[int, ...]
 
@@ -107,18 +113,25 @@ class Matching:
     Attributes:
         board: where the ranks of one machine post their calls; None on several machines.
         limit: number of calls that are compared.
+        waited: number of calls for which the ranks of one machine wait before they enter.
         count: number of calls so far.
+        broken: whether ranks have entered different collectives.
     """
 
     def __init__(self, board: Board | None, limit: int) -> None:
-        self.board, self.limit, self.count = board, limit, 0
+        self.board, self.limit, self.waited = board, limit, FEW
+        self.count, self.broken = 0, False
 
-    def enter(self, call: Call, gather: Gather) -> None:
-        """Return when all ranks make this call.
+    def enter(self, call: Call, gather: Gather, early: bool = False) -> bool:
+        """Return when this rank may make this call: all ranks make it, as far as is known.
 
         Args:
             call: the call of this rank.
             gather: returns the values of all ranks, by rank.
+            early: return without the ranks that have not come yet, after the first 1,000 calls.
+
+        Returns:
+            Whether all ranks make this call for certain; else `finish` must be called.
 
         Raises:
             DomainError: on every rank, if another one makes another call or has ended.
@@ -126,12 +139,47 @@ class Matching:
         """
         self.count += 1
         if self.count > self.limit:
-            return
+            return True
         board = self.board
         if board is None:
             raise_if_different(dict(enumerate(gather(_plain(call)))))
-        elif not board.post(_checksum(*call[:3]), _balance(call.send, call.receive, board.rank)):
-            _wait(call, board)
+            return True
+        if self.broken:
+            raise DomainError(
+                f"{call}: ranks were in different collectives before; this process group cannot be "
+                "used any more"
+            )
+        if board.post(_checksum(*call[:3]), _balance(call.send, call.receive, board.rank)):
+            return True
+        if early and self.count > self.waited and not board.differ():
+            return False
+        self._wait(call, board)
+        return True
+
+    def finish(self, call: Call, work: dist.Work) -> None:
+        """Wait for a collective that this rank has entered before it knew the calls of all ranks.
+
+        Args:
+            call: the call of this rank.
+            work: the collective.
+
+        Raises:
+            DomainError, RuntimeError: as for `enter`.
+        """
+        assert self.board is not None
+        try:
+            work.wait(PATIENCE)
+        except RuntimeError:  # the time is over, or a rank has ended
+            self._wait(call, self.board)
+            work.wait()
+        if self.board.differ():
+            self._wait(call, self.board)
+
+    def _wait(self, call: Call, board: Board) -> None:
+        """Wait for the calls of the other ranks; raise if they differ, or if one will not come."""
+        self.broken = self.count > self.waited  # others may have entered the collective
+        _wait(call, board)
+        self.broken = False
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, Matching] = WeakKeyDictionary()

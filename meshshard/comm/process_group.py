@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import _functional_collectives as functional
 from torch.utils.data import get_worker_info
 
-from meshshard.comm.matching import call_of, end_calls, matching_of
+from meshshard.comm.matching import Matching, call_of, end_calls, matching_of
 from meshshard.comm.transport import Transport, Work
 from meshshard.comm.workers import inherited, not_a_rank
 
@@ -80,8 +80,14 @@ class ProcessGroupTransport(Transport):
         if torch.compiler.is_compiling():
             out: Tensor = functional.all_reduce(x, op, self.group)
             return out
-        self._enter("all_reduce", op, tuple(x.shape), x.dtype)
-        dist.all_reduce(x, REDUCTIONS[op], group=self.group)
+        call = call_of("all_reduce", op, tuple(x.shape), x.dtype)
+        matching = self._matching()
+        certain = matching.enter(call, self._gather, early=x.is_cpu)
+        work = dist.all_reduce(x, REDUCTIONS[op], group=self.group, async_op=True)
+        if certain:
+            work.wait()
+        else:
+            matching.finish(call, work)
         return x
 
     def start_all_to_all(
@@ -91,7 +97,8 @@ class ProcessGroupTransport(Transport):
         if torch.compiler.is_compiling():
             rows = functional.all_to_all_single(x, list(receive), list(send), self.group)
             return functional.wait_tensor(rows), None  # type: ignore[no-untyped-call]
-        self._enter("all_to_all", tuple(x.shape[1:]), x.dtype, send=send, receive=receive)
+        call = call_of("all_to_all", tuple(x.shape[1:]), x.dtype, send=send, receive=receive)
+        self._matching().enter(call, self._gather)
         rows = x.new_empty((sum(receive), *x.shape[1:]))
         work = dist.all_to_all_single(
             rows, x.contiguous(), list(receive), list(send), group=self.group, async_op=True
@@ -100,7 +107,7 @@ class ProcessGroupTransport(Transport):
 
     def gather_objects(self, value: T) -> list[T]:
         """See `Transport`."""
-        self._enter("gather_objects")
+        self._matching().enter(call_of("gather_objects"), self._gather)
         return self._gather(value)
 
     def _gather(self, value: T) -> list[T]:
@@ -108,18 +115,16 @@ class ProcessGroupTransport(Transport):
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def _enter(self, *what: Any, **tables: Sequence[int]) -> None:
-        """Compare the call with those of the other ranks; see `matching.py`.
+    def _matching(self) -> Matching:
+        """Where calls are compared with those of the other ranks.
 
         Raises:
-            DomainError: on every rank, if another one makes another call; or if this process is not
-                a rank but a fork of one.
+            DomainError: this process is not a rank but a fork of one.
         """
         if inherited():
             raise not_a_rank()
         assert self.group is not None
-        matching = matching_of(self.group, self._gather)
-        matching.enter(call_of(*what, **tables), self._gather)
+        return matching_of(self.group, self._gather)
 
     def close(self) -> None:
         """Destroy the process group if it is the default one.
