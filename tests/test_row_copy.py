@@ -56,6 +56,8 @@ def test_a_row_follows_torch_elsewhere():
         assert torch.equal((row + x).gather(), table()[1] + table())
         assert row.tolist() == [3, 4, 5]
         assert row.numpy().sum() == 12
+        with pytest.raises(ValueError, match="read-only"):
+            row.numpy()[0] = 1
         for other in (copy.deepcopy(row), pickle.loads(pickle.dumps(row))):
             assert type(other) is torch.Tensor
             assert torch.equal(other, row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +57,8 @@ class RowCopy(Tensor):
         for row, state in zip(rows, before, strict=True):
             if _changed(row, state):
                 _write_through(row, func)
+        if isinstance(out, np.ndarray):
+            out.flags.writeable = False  # NumPy does not tell what is written into it
         return _as_view(out, rows) if type(out) is Tensor else out
 
 
