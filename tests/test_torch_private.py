@@ -196,6 +196,27 @@ def test_dynamo_reports_what_it_does_not_support():
     assert "because" in str(error)
 
 
+# ------------------------------------------------------------------------------ no torch function
+UNASKED = {
+    "ScriptFunction": lambda x: torch.jit.script(F.tanhshrink)(x),
+    "_wrap_tensor_for_grad": torch.func.grad(lambda x: (x * x).sum()),
+    "_maybe_wrap_functional_tensor": torch.func.functionalize(lambda x: x * x),
+    "to_dlpack": lambda x: torch.utils.dlpack.to_dlpack(x),
+}
+
+
+@pytest.mark.parametrize("name", UNASKED)
+def test_some_functions_do_not_ask(record, name):
+    assert record(UNASKED[name], 3) == ([], [])
+
+
+def test_each_of_them_is_checked():
+    for owner, attribute, _ in private.UNASKED:
+        assert hasattr(getattr(owner, attribute), "__wrapped__")
+    names = [o.__name__ if isinstance(o, type) else a for o, a, _ in private.UNASKED]
+    assert names == list(UNASKED)
+
+
 # --------------------------------------------------------------------------------- the call stack
 def test_vmap_asks_for_a_size(record):
     ask = lambda: private.called_by_vmap()  # noqa: E731 - as a rule calls it
@@ -239,6 +260,28 @@ def test_a_checkpoint_is_an_autograd_function(record):
     assert True in answers
     _, answers = record(torch.sin, 3, ask=private.in_checkpoint)
     assert answers == [False]
+
+
+def test_modules_take_the_node_of_their_tensors_for_a_full_backward_hook():
+    node, answers = torch.Tensor.grad_fn.__get__, []
+    ask = lambda: private.tensors_of_module_hook()  # noqa: E731 - as a rule calls it
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func == node:
+                answers.append(ask())
+            return super().__torch_function__(func, types, args, kwargs)
+
+    layer = nn.Bilinear(3, 3, 3)
+    layer.register_full_backward_hook(lambda *_: None)
+    x = torch.rand(2, 3, requires_grad=True).as_subclass(Asked)
+    y = layer(x, x)
+    assert {len(found) for found in answers} == {2, 1}
+    assert answers[0][0].grad_fn is answers[0][1].grad_fn
+    answers.clear()
+    assert y.grad_fn
+    assert answers == [None]
 
 
 def test_l1_loss_drops_its_weight(record):

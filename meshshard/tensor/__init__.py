@@ -5,6 +5,7 @@ by name; `shard_rule` adds a rule.
 """
 
 from meshshard.tensor import shard_tensor
+from meshshard.tensor._torch_private import check_unasked
 from meshshard.tensor.distribute import shard
 from meshshard.tensor.own_rows import by_own_rows
 from meshshard.tensor.rules import FAMILIES
@@ -25,3 +26,4 @@ __all__ = [
 ]
 
 shard_tensor.RULES.update(one_table(FAMILIES.values()))
+check_unasked(shard_tensor.refuse_unasked)

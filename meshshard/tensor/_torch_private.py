@@ -1,19 +1,21 @@
 """Private names of PyTorch: all that meshshard uses above `comm`, each with the reason.
 
 PyTorch may change any of them in a minor release; `tests/test_torch_private.py` then says which.
-`comm.linear`, which cannot import from here, uses one more:
-`torch._C._are_functorch_transforms_active`.
+`comm.linear`, which cannot import from here, also uses `torch._C._are_functorch_transforms_active`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+import torch.utils.dlpack
+from torch._functorch import eager_transforms
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -28,6 +30,9 @@ current_autograd_node = torch._C._current_autograd_node
 forward_mode_enabled = torch._C._is_fwd_grad_enabled
 """False inside `autograd.Function.forward`, where torch switches forward-mode AD off: the only sign
 that a user's own function is running."""
+
+in_transform = torch._C._are_functorch_transforms_active
+"""Whether a transform of torch.func (`vmap`, `grad`, …) runs on this thread."""
 
 # ------------------------------------------------------------------------------ names of functions
 NN: Any = torch._C._nn
@@ -89,6 +94,38 @@ def unsupported_by_dynamo(message: str) -> Exception:
     return Unsupported(message, "a ShardTensor")
 
 
+# ------------------------------------------------------------------------------ no torch function
+UNASKED = (
+    (torch._C.ScriptFunction, "__call__", "TorchScript"),
+    (eager_transforms, "_wrap_tensor_for_grad", "torch.func"),
+    (eager_transforms, "_maybe_wrap_functional_tensor", "torch.func.functionalize"),
+    (torch.utils.dlpack, "to_dlpack", "torch.utils.dlpack.to_dlpack"),
+)
+"""Functions of PyTorch that take a ShardTensor as the plain tensor of its owned rows without asking
+`__torch_function__`: owner, attribute, what users call. Constructors do the same
+(`torch.tensor(x)`, `torch.Tensor(x)`, `torch.sparse_coo_tensor(i, x)`), but are not replaced:
+torch.compile, TorchScript and pickle know them by identity."""
+
+
+def check_unasked(check: Callable[[str, Sequence[Any], Mapping[str, Any]], None]) -> None:
+    """Have a check called before the functions of `UNASKED`.
+
+    Args:
+        check: called with what users call, and the arguments; may raise.
+    """
+    for owner, attribute, name in UNASKED:
+        setattr(owner, attribute, _checked(getattr(owner, attribute), name, check))
+
+
+def _checked(func: Callable[..., Any], name: str, check: Callable[..., None]) -> Any:
+    @wraps(func)
+    def _call(*args: Any, **kwargs: Any) -> Any:
+        check(name, args, kwargs)
+        return func(*args, **kwargs)
+
+    return _call
+
+
 # --------------------------------------------------------------------------------- the call stack
 # These functions of PyTorch read a tensor in a way that is wrong for a ShardTensor and pass no
 # argument that says so; each caller below turns that into an error that names the remedy.
@@ -131,6 +168,19 @@ def _called_by(file: str, function: str = "") -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def tensors_of_module_hook() -> list[Any] | None:
+    """The tensors for which `nn.Module` sets up a full backward hook; None outside of that.
+
+    It hooks the node that all of them have in common.
+    """
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(2):  # in a list comprehension, which has a frame of its own before Python 3.12
+        if frame is not None and frame.f_code.co_name == "_apply_on_tensors":
+            return list(frame.f_locals["new_tensors"])
+        frame = frame and frame.f_back
+    return None
 
 
 def l1_loss_weight() -> Any:

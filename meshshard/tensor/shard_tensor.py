@@ -8,7 +8,7 @@ ordinary tensor of owned rows. Python sees the global shape: every torch functio
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from meshshard.tensor._torch_private import (
     current_autograd_node,
     forward_mode_enabled,
     in_checkpoint,
+    in_transform,
     native,
     not_compiled,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "name_of",
     "normalize_dim",
     "refuse",
+    "refuse_unasked",
     "shard_rule",
     "sharded_in",
     "uncompiled",
@@ -50,6 +52,10 @@ Rule = Callable[..., Any]
 Sharded = Any  # a ShardTensor, on which functions are called whose stubs promise a Tensor
 R = TypeVar("R", bound=Rule)
 RULES: dict[Any, Rule] = {}
+TRANSFORMED = (
+    "torch.vmap and torch.func would take the owned rows as the whole tensor: call the function on "
+    "x itself, differentiate with torch.autograd"
+)
 in_user_hook = [False]  # a user's hook on a gradient sees global shapes, although backward runs
 
 
@@ -172,6 +178,8 @@ class ShardTensor(Tensor):
         rule = RULES.get(func)
         if rule is None:
             raise refuse(func, args, kwargs)
+        if in_transform():
+            raise refuse(func, args, kwargs, TRANSFORMED)
         if current_autograd_node() is not None and _in_local_backward(func):
             with native():
                 return func(*args, **(kwargs or {}))
@@ -372,16 +380,26 @@ def name_of(func: Any) -> str:
 def refuse(func: Any, args: Any = (), kwargs: Any = None, why: str = "") -> NoShardRule:
     """The error for an operation without an exact rule: its name, shapes and what to do."""
     name = name_of(func) if not isinstance(func, str) else func
-    shapes = ", ".join(
-        f"{tuple(a.shape)} sharded along dim {a._dim} with {a._sharding}"
-        for a in sharded_in([*args, *(kwargs or {}).values()])
-    )
+    shapes = ", ".join(map(_described, sharded_in([*args, *(kwargs or {}).values()])))
     reason = f" ({why})" if why else ""
     got = f": got {shapes}; register a rule with @shard_rule, or use" if shapes else "; use"
     return NoShardRule(
         f"{name} has no exact rule for sharded tensors{reason}{got} x.gather() "
         "(the whole tensor on every rank)"
     )
+
+
+def _described(x: ShardTensor) -> str:
+    with native():
+        shape = list(x.shape)
+    shape[x._dim] = x._sharding.total
+    return f"{tuple(shape)} sharded along dim {x._dim} with {x._sharding}"
+
+
+def refuse_unasked(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse what PyTorch would call on the owned rows alone, see `UNASKED`."""
+    if sharded_in([*args, *kwargs.values()]):
+        raise refuse(name, args, kwargs, "it would take the owned rows as the whole tensor")
 
 
 def uncompiled(call: Callable[..., Any], *given: Any) -> Any:

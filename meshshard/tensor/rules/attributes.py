@@ -23,7 +23,7 @@ from meshshard.tensor.shard_tensor import Rule, ShardTensor, apply_local, refuse
 from meshshard.tensor.sharding import Sharding
 
 LOCAL_ATTRIBUTES = """
-dtype device layout requires_grad grad_fn is_leaf ndim is_cuda is_cpu is_sparse is_sparse_csr
+dtype device layout requires_grad is_leaf ndim is_cuda is_cpu is_sparse is_sparse_csr
 is_quantized is_nested is_meta is_mps is_xla is_xpu is_mkldnn is_vulkan is_ipu is_maia is_mtia
 itemsize output_nr name _version _base _backward_hooks _post_accumulate_grad_hooks grad_dtype
 retains_grad _cdata volatile

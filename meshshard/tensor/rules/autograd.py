@@ -6,15 +6,21 @@ multiplied by S on its way in, a sharded gradient divided by S on its way out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshshard.tensor._torch_private import current_autograd_node, native
+from meshshard.tensor._torch_private import (
+    current_autograd_node,
+    native,
+    tensors_of_module_hook,
+)
 from meshshard.tensor.align import global_shape, narrow_to_owned, require_same_sharding
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, in_user_hook, refuse, wrap
+from meshshard.tensor.sharding import Sharding
 
 
 def grad(x: ShardTensor) -> Any:
@@ -50,29 +56,102 @@ def set_requires_grad(x: ShardTensor, value: bool) -> None:
     requires_grad_(x, value)
 
 
+@contextmanager
+def _user_hook() -> Iterator[None]:
+    """While a user's hook runs, sharded tensors have their global shape."""
+    in_user_hook[0] = True
+    try:
+        yield
+    finally:
+        in_user_hook[0] = False
+
+
+def _shown(g: Any, sharding: Sharding, dim: int, scale: float) -> Any:
+    """A gradient of local autograd as a user's hook gets it."""
+    if g is None:
+        return None
+    with native():
+        return wrap(g.view_as(g) if scale == 1 else g / scale, sharding, dim)
+
+
+def _returned(g: Any, scale: float) -> Any:
+    """What a user's hook has returned, as local autograd gets it."""
+    if g is None:
+        return None
+    with native():
+        return g.view_as(g) if scale == 1 else g * scale
+
+
 def register_hook(x: ShardTensor, hook: Callable[[Any], Any]) -> Any:
     """A hook that gets, and may replace, the global gradient as a sharded tensor."""
-    scale = float(x._sharding.domain.size)
     with native():
-        leaf = x.is_leaf
+        scale = 1.0 if x.is_leaf else float(x._sharding.domain.size)
 
     def _with_global_value(g: Tensor | None) -> Tensor | None:
         if g is None:
             return None
-        with native():
-            shown = g.view_as(g) if leaf else g / scale
-        in_user_hook[0] = True
-        try:
-            new = hook(wrap(shown, x._sharding, x._dim))
-        finally:
-            in_user_hook[0] = False
-        if new is None:
-            return None
-        with native():
-            return new.view_as(new) if leaf else new * scale  # type: ignore[no-any-return]
+        with _user_hook():
+            new: Tensor | None = hook(_shown(g, x._sharding, x._dim, scale))
+        return _returned(new, scale)  # type: ignore[no-any-return]
 
     with native():
         return x.register_hook(_with_global_value)  # type: ignore[no-untyped-call]
+
+
+def grad_fn(x: ShardTensor) -> Any:
+    """The node of the local tensor; for a hook of a module, one whose gradients are global."""
+    tensors = tensors_of_module_hook()
+    with native():
+        node = x.grad_fn
+        if tensors is None or node is None:
+            return node
+        first = next(t for t in tensors if t.requires_grad)
+    if type(first) is not ShardTensor:
+        why = "the first tensor that requires a gradient is plain; use y.register_hook"
+        raise refuse("nn.Module.register_full_backward_hook", (x,), None, why)
+    return _ModuleNode(node, tensors)
+
+
+class _ModuleNode:
+    """The node of the inputs or outputs of a module, as its full backward hook uses it.
+
+    Args:
+        node: of local autograd.
+        tensors: what the gradients that pass through it belong to.
+    """
+
+    def __init__(self, node: Any, tensors: Sequence[Any]) -> None:
+        self._node, self.name = node, node.name
+        self._layouts = [  # without the tensors, which hold the node
+            (t._sharding, t._dim, float(t._sharding.domain.size))
+            if type(t) is ShardTensor
+            else None
+            for t in tensors
+        ]
+
+    def register_hook(self, hook: Callable[[Any, Any], Any]) -> Any:
+        """A hook that gets, and may replace, the global gradients."""
+
+        def _with_global_values(inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+            with _user_hook():
+                new = hook(self._all_shown(inputs), self._all_shown(outputs))
+            if new is None:
+                return None
+            pairs = zip(new, self._layouts, strict=True)
+            return tuple(_returned(g, at[2]) if at else g for g, at in pairs)
+
+        return self._node.register_hook(_with_global_values)
+
+    def _all_shown(self, grads: Sequence[Any]) -> tuple[Any, ...]:
+        pairs = zip(grads, self._layouts, strict=True)
+        return tuple(_shown(g, *at) if at else g for g, at in pairs)
+
+
+def _layout(x: Any) -> tuple[Sharding, int, float] | None:
+    """Sharding, dim and scale of the gradients of a sharded tensor."""
+    if type(x) is not ShardTensor:
+        return None
+    return x._sharding, x._dim, float(x._sharding.domain.size)
 
 
 def retain_grad(x: ShardTensor) -> None:
@@ -185,6 +264,7 @@ RULES: dict[Any, Rule] = {
     Tensor.requires_grad.__set__: set_requires_grad,  # type: ignore[attr-defined]
     Tensor.requires_grad_: requires_grad_,
     Tensor.register_hook: register_hook,
+    Tensor.grad_fn.__get__: grad_fn,  # type: ignore[union-attr]
     Tensor.retain_grad: retain_grad,
     Tensor.backward: backward,
     torch.autograd.backward: autograd_backward,

@@ -154,9 +154,8 @@ def rrelu(
             slopes = (uniform_numbers(x) * (upper - lower) + lower).to(x.dtype)
             factors = torch.where(x > 0, torch.ones_like(slopes), slopes)
             out: Sharded = wrap(x * factors, x._sharding, x._dim)
-    else:
-        out = F.leaky_relu(x, (lower + upper) / 2)
-    return x.copy_(out) if inplace else out
+        return x.copy_(out) if inplace else out
+    return F.leaky_relu(x, (lower + upper) / 2, inplace)
 
 
 def _alpha(keep_of: Callable[..., Tensor]) -> Rule:

@@ -74,7 +74,7 @@ def _pool(func: Callable[..., Any], n: int) -> Rule:
             dilated = dilated or each_dim(kwargs.get("dilation", 1), n)[at] != 1
             if kernel[at] == apart and not pads[at] and not dilated:
                 given = (kernel_size, stride, padding, *args)
-                return patches(input, apart, lambda y: func(y, *given, **kwargs))
+                return patches(input, apart, lambda y: func(y.contiguous(), *given, **kwargs))
         return rule(input, kernel_size, stride, padding, *args, **kwargs)
 
     return _rule

@@ -154,14 +154,21 @@ def matrix_norm(
         return torch.linalg.vector_norm(x, 2, (rows, columns), keepdim)
     if ord in ("nuc", 2, -2):
         values = torch.linalg.svdvals(x.movedim((rows, columns), (-2, -1)))
-        out = values.sum(-1) if ord == "nuc" else values.amax(-1) if ord == 2 else values.amin(-1)
+        out = values.sum(-1) if ord == "nuc" else _extreme(values, ord, -1, keepdim=False)
         for d in sorted((rows, columns)) if keepdim else ():
             out = out.unsqueeze(d)
         return out
     added, kept = (rows, columns) if abs(ord) == 1 else (columns, rows)
     sums = x.abs().sum(added, keepdim=True)
-    out = sums.amax(kept, keepdim=True) if ord > 0 else sums.amin(kept, keepdim=True)
+    out = _extreme(sums, ord, kept, keepdim=True)
     return out if keepdim else out.squeeze((rows, columns))
+
+
+def _extreme(x: Any, ord: float, dim: int, keepdim: bool) -> Any:  # noqa: A002
+    """The largest number, zero if there is none; the smallest if `ord` is negative."""
+    if ord < 0:
+        return x.amin(dim, keepdim)
+    return x.amax(dim, keepdim) if x.shape[dim] else x.sum(dim, keepdim)
 
 
 def cond(A: Any, p: Any = None) -> Any:  # noqa: N803

@@ -193,7 +193,7 @@ def _classification(func: Callable[..., Any]) -> Rule:
             terms, weights = _terms_of_classes(log_p, target, classes, **given)
             if reduction != "mean" or weights is None:
                 return _reduced(terms, reduction)
-            return terms.sum() / weights.sum()
+            return _weighted_mean(terms.sum(), weights.sum())
         first = require_same_sharding(func, (x, target))
         indices = not target.is_floating_point()  # class indices, else probabilities
         x, target, dim = _owned_rows(x, target, first, indices)
@@ -206,9 +206,14 @@ def _classification(func: Callable[..., Any]) -> Rule:
         with native():
             dtype, local = terms.dtype, terms.sum(dtype=accumulation_dtype(terms.dtype))
         domain = first._sharding.domain
-        return (domain.all_reduce(local) / domain.all_reduce(weights.sum())).to(dtype)
+        return _weighted_mean(domain.all_reduce(local), domain.all_reduce(weights.sum())).to(dtype)
 
     return _rule
+
+
+def _weighted_mean(total: Tensor, weight: Tensor) -> Tensor:
+    """The mean; NaN without any weight, with a gradient of zero, as in torch."""
+    return torch.where(weight == 0, torch.nan, total / torch.where(weight == 0, 1, weight))
 
 
 def _terms_of_classes(

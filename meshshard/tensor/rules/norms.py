@@ -82,7 +82,7 @@ def batch_norm(*args: Any, **kwargs: Any) -> Any:
     columns = _column_shape(ndim)
     if given.training or running_mean is None:
         n = math.prod(x.shape[d] for d in dims)
-        if n < 2:
+        if n == 1:
             raise ValueError(f"Expected more than 1 value per channel, got {tuple(x.shape)}")
         mean = x.mean(dims)
         centered = x - mean.view(columns)
