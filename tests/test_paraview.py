@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples import cloud, cut, fields, surface, volume
+from samples import ROOT, cloud, cut, fields, surface, volume
 from vtkmodules.util.numpy_support import vtk_to_numpy
 from vtkmodules.vtkCommonCore import vtkOutputWindow, vtkStringOutputWindow
 from vtkmodules.vtkIOXML import (
@@ -16,7 +16,7 @@ from vtkmodules.vtkIOXML import (
     vtkXMLUnstructuredGridReader,
 )
 
-from meshshard import store
+from meshshard import io, store
 from meshshard.errors import StoreError
 from meshshard.mesh import Array, Mesh
 from meshshard.store import paraview
@@ -76,7 +76,7 @@ def test_the_parallel_file(tmp_path: Path, name: str, on: str, suffix: str, ghos
     data = read(path)
     cell, point = arrays(data.GetCellData()), arrays(data.GetPointData())
     if mesh.n_cells:
-        compare(cell, mesh.cell_fields, mesh.n_cells, ghosts and on == "cells")
+        compare(cell, mesh.cell_fields, mesh.n_cells, ghosts)
     compare(point, mesh.point_fields, mesh.n_points, name != "cloud" or ghosts)
     owner = cell if on == "cells" else point
     rows, shards = owner["global_id"][:, 0], owner["shard_id"][:, 0]
@@ -84,8 +84,9 @@ def test_the_parallel_file(tmp_path: Path, name: str, on: str, suffix: str, ghos
     places = vtk_to_numpy(data.GetPoints().GetData())
     np.testing.assert_array_equal(places, mesh.points[point["global_id"][:, 0]])
     if ghosts:
-        mine = owner["vtkGhostType"][:, 0] == 0
-        np.testing.assert_array_equal(np.sort(rows[mine]), np.arange(len(folder.labels())))
+        for found, n in [(point, mesh.n_points), *([(cell, mesh.n_cells)] if cell else [])]:
+            mine = found["vtkGhostType"][:, 0] == 0
+            np.testing.assert_array_equal(np.sort(found["global_id"][mine, 0]), np.arange(n))
     else:
         assert "vtkGhostType" not in {**cell, **point}
 
@@ -133,21 +134,39 @@ def test_every_piece(tmp_path: Path, name: str, on: str, suffix: str, ghosts: bo
             assert set(first[halo]) <= set(rows)
 
 
-@pytest.mark.parametrize("ghosts", [False, True])
-def test_points_that_only_halo_cells_use_are_flagged(tmp_path: Path, ghosts: bool) -> None:
-    _, path = export(tmp_path, surface(), "cells", ghosts=ghosts)
-    for file in path.parent.glob("*.vtp"):
-        piece = read(file)
-        used = np.zeros(piece.GetNumberOfPoints(), bool)
-        cell = arrays(piece.GetCellData())
-        for i in range(piece.GetNumberOfCells()):
-            if not ghosts or cell["vtkGhostType"][i, 0] == 0:
-                ids = piece.GetCell(i).GetPointIds()
-                used[[ids.GetId(j) for j in range(ids.GetNumberOfIds())]] = True
-        if ghosts:
-            point = arrays(piece.GetPointData())["vtkGhostType"][:, 0]
-            assert not point[used].any()
-            assert point[~used & (np.arange(len(used)) >= 3)].all()  # three are used by no cell
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "on", "halo"), [("volume_8.vtu", "cells", 1),
+    ("volume_8.vtu", "points", 1), ("boundary_8.vtp", "cells", 3)])  # fmt: skip
+def test_filters_of_vtk_give_the_results_of_the_whole_mesh(
+    tmp_path: Path, file: str, on: str, halo: int
+) -> None:
+    import pyvista
+
+    mesh = io.read(ROOT / "datasets" / "ahmed" / "run_8" / file)
+    folder = store.load(cut(mesh, 8, on=on, halo=halo).save(tmp_path / "x.shards"))
+    pieces = pyvista.wrap(read(paraview.export(folder, tmp_path / "p", ghosts=True)))
+    whole, joined = averaged(io.to_pyvista(mesh)), averaged(pieces)
+    mine = pieces.point_data["vtkGhostType"] == 0
+    rows = np.asarray(pieces.point_data["global_id"][mine])
+    np.testing.assert_array_equal(np.sort(rows), np.arange(mesh.n_points))
+    expected = whole.point_data["CpMeanTrim"][rows]
+    np.testing.assert_allclose(joined.point_data["CpMeanTrim"][mine], expected, atol=1e-6)
+    assert contour_size(joined) == pytest.approx(contour_size(whole), rel=1e-6)
+    cracked = averaged(pyvista.wrap(read(paraview.export(folder, tmp_path / "q"))))
+    assert contour_size(cracked) != pytest.approx(contour_size(whole), rel=1e-3)
+
+
+def averaged(mesh: Any) -> Any:
+    return mesh.cell_data_to_point_data(pass_cell_data=True)
+
+
+def contour_size(mesh: Any) -> float:
+    """Area (length on a surface) of a contour, without its cells from ghosts."""
+    mesh.point_data.set_scalars(mesh.point_data["CpMeanTrim"].astype(float), "Cp")
+    contour = mesh.contour([-0.1], scalars="Cp")
+    sizes = contour.compute_cell_sizes()
+    ghost = contour.cell_data.get("vtkGhostType", np.zeros(contour.n_cells))
+    return float((sizes["Area"] + sizes["Length"])[np.asarray(ghost) == 0].sum())
 
 
 def test_field_names_that_the_export_uses(tmp_path: Path) -> None:

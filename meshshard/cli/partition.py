@@ -88,7 +88,7 @@ def _add_data(group: Any) -> None:
     add("--time", type=float, metavar="T", help="time step, if a file has several")
     add("--vtk", action="store_true", help="also write files for ParaView")
     add("--with-ghosts", dest="ghosts", action="store_true",
-        help="also write files for ParaView, with halo rows as ghosts")  # fmt: skip
+        help="also write files for ParaView, with ghost cells")  # fmt: skip
     add("--force", action="store_true", help="replace existing folders")
     add("--if-changed", action="store_true", help="skip folders that are up to date")
     add("--dry-run", action="store_true", help="cut and measure, write nothing")

@@ -11,6 +11,8 @@ import numpy as np
 from meshshard.atomic_write import report_write_errors
 from meshshard.io.writers import in_xml, is_polydata, vtk_type, write_vtk
 from meshshard.mesh import Array, Mesh
+from meshshard.mesh.inspection import weld
+from meshshard.mesh.ragged import gather_rows
 from meshshard.mesh.submesh import Piece, extract
 from meshshard.store.folder import Folder
 
@@ -22,13 +24,16 @@ DUPLICATE = 1  # bit of vtkGhostType: another piece owns this point or cell
 def export(folder: Folder, directory: str | Path, *, ghosts: bool = False) -> Path:
     """Write every shard as a .vtp or .vtu file, and a .pvtp or .pvtu and a .vtm that list them.
 
-    Cells and points have the fields, `shard_id` (int32) and `global_id` (int64, source row); a name
-    that is already used by a field gets an underscore. Files of empty shards declare every array.
+    Cells and points have the fields, `shard_id` (int32, the owner) and `global_id` (int64, source
+    row); a name that is already used by a field gets an underscore. Files of empty shards declare
+    every array.
 
     Args:
         folder: an open folder of shards.
         directory: created if missing; files of the same names are replaced.
-        ghosts: also write halo rows, flagged in `vtkGhostType` (uint8, 1: owned by another shard).
+        ghosts: also write the cells of other shards that share a point with the shard (a cloud:
+            its halo). `vtkGhostType` (uint8) is 1 where another shard owns a cell or point, and 0
+            once for every cell and point, so that filters give the results of the whole mesh.
 
     Returns:
         The parallel file.
@@ -56,36 +61,63 @@ def export(folder: Folder, directory: str | Path, *, ghosts: bool = False) -> Pa
 
 
 def _pieces(folder: Folder, ghosts: bool) -> Iterator[Mesh]:
-    """Every shard as a mesh with `shard_id` and `global_id`; with its halo if `ghosts`."""
-    labels = folder.labels()
-    pieces = _with_halo(folder, labels) if ghosts else map(folder.piece, range(folder.k))
+    """Every shard as a mesh with `shard_id` and `global_id`; with its ghosts if `ghosts`."""
+    cell_owner, point_owner = _owners(folder)
+    pieces = _with_ghosts(folder) if ghosts else map(folder.piece, range(folder.k))
     for shard, piece in enumerate(pieces):
-        cells, points = np.full(len(piece.cells), shard), np.full(len(piece.points), shard)
-        if folder.entity == "cells":
-            cells = labels[piece.cells]
-        else:
-            points = labels[piece.points]
-        mesh = piece.mesh
+        mesh, cells, points = piece.mesh, cell_owner[piece.cells], point_owner[piece.points]
         point = _ids(points, piece.points, mesh.point_fields)
         cell = _ids(cells, piece.cells, mesh.cell_fields) if folder.manifest["n_cells"] else {}
+        if ghosts:
+            point |= _flags(points != shard)
+            cell |= _flags(cells != shard) if cell else {}
         yield mesh.with_fields(cell=cell, point=point)
 
 
-def _with_halo(folder: Folder, labels: Array) -> Iterator[Piece]:
-    """Every shard with its halo rows after its owned rows; `vtkGhostType` flags the halo."""
+def _owners(folder: Folder) -> tuple[Array, Array]:
+    """Owner of every cell and of every point: one shard each, also of points that several hold.
+
+    If cells are sharded, that is the lowest shard with a cell at the point.
+    """
+    cells = np.zeros(folder.manifest["n_cells"], np.int64)
+    points = np.zeros(folder.manifest["n_points"], np.int64)
+    for shard in reversed(range(folder.k)):
+        piece = folder.piece(shard)
+        cells[piece.cells] = points[piece.points] = shard
+    return cells, folder.labels() if folder.entity == "points" else points
+
+
+def _with_ghosts(folder: Folder) -> Iterator[Piece]:
+    """Every shard, followed by all cells of other shards at its points (a cloud: by its halo).
+
+    Filters of VTK need every cell at a point. The halo of the plan is not enough: it holds
+    neighbors across facets.
+    """
     whole = folder.gather()
     row = np.concatenate([folder.origin(p) for p in range(folder.k)])
+    merged = weld(whole) if folder.manifest.get("welded_points") else whole
+    corners = merged.connectivity if merged.weld is None else merged.weld[merged.connectivity]
+    cells, offsets = _cells_at_points(whole, corners)
     for shard in range(folder.k):
-        own, halo = folder.piece(shard), row[folder.plan(shard).halo]
-        if folder.entity == "points":
-            piece = extract(whole, own.cells, np.concatenate([folder.origin(shard), halo]))
-            cell_ghost, point_ghost = np.zeros(len(own.cells), bool), labels[piece.points] != shard
+        own = folder.piece(shard)
+        if whole.n_cells:
+            at = own.points if merged.weld is None else merged.weld[own.points]
+            near = np.unique(gather_rows(cells, offsets, at)[0])
+            ghosts = np.setdiff1d(near, own.cells, assume_unique=True)
+            yield extract(whole, np.concatenate([own.cells, ghosts]), own.points)
         else:
-            piece = extract(whole, np.concatenate([own.cells, halo]), own.points)
-            cell_ghost = labels[piece.cells] != shard
-            point_ghost = np.arange(len(piece.points)) >= len(own.points)
-        flags = {"cell": _flags(cell_ghost)} if whole.n_cells else {}
-        yield piece._replace(mesh=piece.mesh.with_fields(point=_flags(point_ghost), **flags))
+            halo = row[folder.plan(shard).halo]
+            yield extract(whole, own.cells, np.concatenate([own.points, halo]))
+
+
+def _cells_at_points(mesh: Mesh, corners: Array) -> tuple[Array, Array]:
+    """Cells at every point, and their (n_points + 1,) offsets; `corners` of cells may be welded."""
+    from scipy.sparse import csr_array
+
+    ones = np.ones(len(corners), np.int8)
+    shape = (mesh.n_cells, mesh.n_points)
+    at = csr_array((ones, corners, mesh.offsets), shape=shape).tocsc()
+    return at.indices, at.indptr
 
 
 def _flags(ghost: Array) -> dict[str, Array]:
