@@ -24,7 +24,8 @@ from meshshard.graph import Graph
 from meshshard.mesh import Mesh
 from meshshard.partitioning.partition import Partition, partition
 from meshshard.viz import Style, plot_bars, plot_rank_graph, plot_shards, view
-from meshshard.viz.colors import palette, shard_colors
+from meshshard.viz.camera import default_direction
+from meshshard.viz.colors import _TO_LINEAR, _TO_LMS, palette, shard_colors
 
 pytestmark = pytest.mark.slow
 
@@ -87,12 +88,44 @@ def test_64_colors_differ_and_those_of_neighbors_differ_most() -> None:
     near = np.abs(place[:, None] - place).max(axis=2) == 1
     order = [rgb.tolist().index(c) for c in shard_colors(64, near.astype(int)).tolist()]
     distance = np.linalg.norm(lab[order][:, None] - lab[order], axis=2)
-    assert distance[~np.eye(64, dtype=bool)].min() > 0.04
+    assert distance[~np.eye(64, dtype=bool)].min() > 0.035
     assert distance[near].min() > 0.1  # five times a just noticeable difference
 
 
 def test_more_than_256_shards_have_a_color_each() -> None:
     assert shard_colors(700, np.zeros((700, 700), int)).shape == (700, 3)
+
+
+def oklab(rgb: np.ndarray) -> np.ndarray:
+    part = rgb / 255
+    linear = np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
+    return np.cbrt(linear @ np.linalg.inv(_TO_LINEAR)) @ np.linalg.inv(_TO_LMS.T)
+
+
+@pytest.mark.parametrize("kind", ["surface", "solid", "plate"])
+@pytest.mark.parametrize(("k", "most"), [(8, 0.02), (16, 0.08)])
+def test_in_light_a_shard_is_nearest_to_its_own_color(
+    mesh: Mesh, kind: str, k: int, most: float
+) -> None:
+    import pyvista
+
+    plate = io.from_pyvista(pyvista.Plane(direction=(1, 2, 3)))
+    parts = partition({"surface": mesh, "solid": cube(8), "plate": plate}[kind], k)
+    own = shot(parts, style=BARE).reshape(-1, 3)
+    lit = shot(parts, style=replace(BARE, flat=False)).reshape(-1, 3)
+    colors = parts.subject().colors
+    owner = (own[:, None] == colors).all(axis=2)
+    body = owner.any(axis=1)
+    distance = np.linalg.norm(oklab(lit[body])[:, None] - oklab(colors), axis=2)
+    assert (distance.argmin(axis=1) != owner[body].argmax(axis=1)).mean() < most
+
+
+def test_a_flat_mesh_is_seen_straight_on() -> None:
+    import pyvista
+
+    normal = np.array([1.0, 2.0, 3.0]) / 14**0.5
+    points = np.asarray(pyvista.Plane(direction=normal).points, np.float64)
+    np.testing.assert_allclose(default_direction(points), normal, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------- pictures

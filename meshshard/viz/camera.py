@@ -18,7 +18,13 @@ def default_direction(points: Array) -> Array:
     """
     extent = np.ptp(points, axis=0)
     flat = extent <= 1e-3 * extent.max()
-    return np.asarray(flat, float) if flat.any() else np.array([-0.8, -1.0, 0.6])
+    if flat.any():
+        return np.asarray(flat, float)
+    spread, axes = np.linalg.eigh(np.cov(points - points.mean(axis=0), rowvar=False))
+    if spread[0] > 1e-6 * spread[2]:
+        return np.array([-0.8, -1.0, 0.6])
+    normal = axes[:, 0]
+    return np.asarray(normal * np.sign(normal[np.abs(normal).argmax()]))
 
 
 def view_axes(direction: Array, up: tuple[float, float, float] = (0.0, 0.0, 1.0)) -> Array:

@@ -2,7 +2,8 @@
 
 The distance of two colors is Euclidean in OKLab (Ottosson, A perceptual color space for image
 processing, 2020): the smaller of the one for normal vision and the one for red-green color
-blindness.
+blindness. Light moves a color towards or away from black: colors are chosen so that a lit shard
+is still nearest to its own color in the legend.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from meshshard.mesh import Array
 
-__all__ = ["INK", "palette", "shard_colors"]
+__all__ = ["INK", "LIGHT", "palette", "shard_colors"]
 
 INK = "#1a1a1a"  # of text and lines, in pictures, charts and HTML pages
 
@@ -32,6 +33,8 @@ _TO_LINEAR = np.array(
     ]
 )
 RED_GREEN = 0.35  # scale of the red-green axis with red-green color blindness
+LIGHT = {"ambient": 0.79, "diffuse": 0.29, "specular": 0.0}  # weak: shape and colors are visible
+SHADES = (0.87, 1.0, 1.04)  # scales of OKLab by the least, no and the most light
 MAX_COLORS = 256  # beyond it, colors repeat with this period
 
 
@@ -55,8 +58,9 @@ def shard_colors(k: int, links: Array) -> Array:
 def palette(k: int) -> tuple[Array, Array]:
     """K colors, each as distant from the previous ones as possible.
 
-    They are dark enough for a white background, and light and saturated enough for black lines
-    and translucent halos on them.
+    Distant means on average of two measures: the distance of the colors, and how much farther the
+    other color is from a lit color than its own. They are dark enough for a white background, and
+    light and saturated enough for black lines and translucent halos on them.
 
     Returns:
         (k, 3) float64 OKLab and (k, 3) uint8 sRGB colors.
@@ -65,22 +69,22 @@ def palette(k: int) -> tuple[Array, Array]:
     first = int(np.argmin(np.abs(rgb - np.array([0.20, 0.47, 0.80])).sum(axis=1)))
     chosen, nearest = [first], np.full(len(lab), np.inf)
     while len(chosen) < k:
-        nearest = np.minimum(nearest, _distance(lab, lab[chosen[-1]]))
+        nearest = np.minimum(nearest, _apart(lab, lab[chosen[-1]]))
         chosen.append(int(nearest.argmax()))
     return lab[chosen], np.round(rgb[chosen] * 255).astype(np.uint8)
 
 
 def _candidates() -> tuple[Array, Array]:
-    """OKLab and sRGB colors on a grid of lightness, chroma and hue, those inside sRGB."""
+    """OKLab and sRGB colors on a grid of lightness, chroma and hue, those inside sRGB when lit."""
     light, chroma, hue = np.meshgrid(
         np.linspace(0.52, 0.86, 9),
-        np.linspace(0.08, 0.165, 6),
+        np.linspace(0.05, 0.15, 6),
         np.linspace(0, 2 * np.pi, 72, endpoint=False),
         indexing="ij",
     )
     lab = np.stack([light, chroma * np.cos(hue), chroma * np.sin(hue)], axis=-1).reshape(-1, 3)
     linear = (lab @ _TO_LMS.T) ** 3 @ _TO_LINEAR.T
-    lab, linear = (a[((linear >= 0) & (linear <= 1)).all(axis=1)] for a in (lab, linear))
+    lab, linear = (a[((linear >= 0) & (linear <= 0.9)).all(axis=1)] for a in (lab, linear))
     curve = 1.055 * linear ** (1 / 2.4) - 0.055
     return lab, np.where(linear <= 0.0031308, 12.92 * linear, curve)
 
@@ -91,6 +95,16 @@ def _distance(some: Array, other: Array) -> Array:
     reduced = difference * np.array([1.0, RED_GREEN, 1.0])
     normal, blind = np.linalg.norm(difference, axis=-1), np.linalg.norm(reduced, axis=-1)
     return np.asarray(np.minimum(normal, 1.5 * blind))
+
+
+def _apart(some: Array, other: Array) -> Array:
+    """How far colors are apart: their distance, and what light leaves of it, on average."""
+    left = [
+        np.linalg.norm(shade * a - b, axis=-1) - np.linalg.norm(shade * a - a, axis=-1)
+        for a, b in ((some, other), (other, some))
+        for shade in SHADES
+    ]
+    return np.asarray((np.minimum.reduce(left) + _distance(some, other)) / 2)
 
 
 def _arranged(near: Array, clash: Array) -> Array:

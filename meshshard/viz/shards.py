@@ -19,7 +19,7 @@ from meshshard.viz.annotations import (
     legend_columns,
 )
 from meshshard.viz.camera import fit, view_axes
-from meshshard.viz.colors import INK
+from meshshard.viz.colors import INK, LIGHT
 from meshshard.viz.drawing import Drawing, cut_lines, drawing_of
 from meshshard.viz.html_page import write_page
 from meshshard.viz.rendering import check_window, plotter, point_size
@@ -262,10 +262,8 @@ def _add_halo(made: Any, scene: Scene, shard: int) -> None:
 
 
 def _light(style: Style) -> dict[str, Any]:
-    """Options of `add_mesh`: weak shading, so that both shape and colors are visible."""
-    if style.flat:
-        return {"lighting": False}
-    return {"lighting": True, "ambient": 0.45, "diffuse": 0.62, "specular": 0.0}
+    """Options of `add_mesh`."""
+    return {"lighting": False} if style.flat else {"lighting": True, **LIGHT}
 
 
 def _add_lines(made: Any, scene: Scene) -> None:
