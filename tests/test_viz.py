@@ -23,7 +23,7 @@ from meshshard.errors import MeshWarning, RenderError
 from meshshard.graph import Graph
 from meshshard.mesh import Mesh
 from meshshard.partitioning.partition import Partition, partition
-from meshshard.viz import Style, plot_bars, plot_rank_graph, plot_shards, view
+from meshshard.viz import Style, Subject, plot_bars, plot_rank_graph, plot_shards, view
 from meshshard.viz.camera import default_direction
 from meshshard.viz.colors import _TO_LINEAR, _TO_LMS, palette, shard_colors
 
@@ -247,6 +247,24 @@ def test_charts_are_valid_svg_with_every_shard(mesh: Mesh, k: int, tmp_path: Pat
         texts = {t.text for t in root.findall(".//{*}text")}
         assert {str(p) for p in range(k)} <= texts
         assert chart.save(tmp_path / "chart.svg").read_text() == chart._repr_svg_()
+
+
+@pytest.mark.parametrize("n_points", [5, 9])
+def test_numbers_of_links_do_not_hide_each_other(n_points: int) -> None:
+    """All shards are linked, so that many lines cross."""
+    linked = np.ones((n_points, n_points), int) - np.eye(n_points, dtype=int)
+    what = Subject("x", "points", np.arange(n_points), [np.zeros(0, int)] * n_points,
+                   12345 * linked, None)  # fmt: skip
+    root = ElementTree.fromstring(plot_rank_graph(what).text)
+    boxes = [
+        np.array([float(box.get(side, "")) for side in ("x", "y", "width", "height")])
+        for box in root.findall(".//{*}rect[@fill-opacity]")
+    ]
+    assert len(boxes) == n_points * (n_points - 1) / 2
+    corners = np.array([[*box[:2], *(box[:2] + box[2:])] for box in boxes])
+    low, high = corners[:, None, :2], corners[:, None, 2:]
+    overlap = (np.minimum(high, corners[:, 2:]) > np.maximum(low, corners[:, :2])).all(axis=2)
+    assert (overlap == np.eye(len(boxes), dtype=bool)).all()
 
 
 # ------------------------------------------------------------------------------------------- files

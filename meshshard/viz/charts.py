@@ -120,14 +120,59 @@ def plot_rank_graph(what: Drawable) -> Svg:
             )
         )
     if len(links) <= 40:
-        middles = position[links].mean(axis=1)
-        parts += [_link_rows(at, f"{n:,}") for at, n in zip(middles, rows, strict=True)]
+        texts = [f"{n:,}" for n in rows.tolist()]
+        discs = np.column_stack([position, np.maximum(radius, 3)])
+        places = _label_places(position[links], texts, discs)
+        parts += [_link_rows(at, t) for at, t in zip(places, texts, strict=True) if at is not None]
     for p in range(subject.k):
         parts.append(_disc(position[p], max(radius[p], 3), _hex(subject.colors[p])))
         size = float(np.clip(radius[p] * 0.75, 8, 17))
         x, y = position[p].tolist()
-        parts.append(_text(x, y, str(p), size, INK, "bold center middle"))
+        ink = INK if subject.colors[p] @ [0.3, 0.6, 0.1] > 110 else "white"
+        parts.append(_text(x, y, str(p), size, ink, "bold center middle"))
     return _document(width, height, parts)
+
+
+def _label_places(ends: Array, texts: list[str], discs: Array) -> list[Array | None]:
+    """Where each link's text is written: on its line or beside it, on no other text or disc.
+
+    Places near the middle of the line and far from other lines are preferred.
+
+    Args:
+        ends: (n, 2, 2) both ends of every link.
+        texts: what is written.
+        discs: (k, 3) x, y and radius.
+
+    Returns:
+        The center of every text, None if there is no place for it.
+    """
+    half = np.array([[_label_width(text) / 2 + 1, 9.0] for text in texts])
+    along = np.linspace(0.12, 0.88, 39)
+    found: list[Array | None] = []
+    for i, (a, b) in enumerate(ends):
+        normal = np.array([a[1] - b[1], b[0] - a[0]]) / max(float(np.linalg.norm(b - a)), 1e-9)
+        shift, at = (v.ravel() for v in np.meshgrid([0.0, 14, -14, 28, -28], along, indexing="ij"))
+        places = a + at[:, None] * (b - a) + shift[:, None] * normal
+        gap = np.maximum(np.abs(places[:, None] - discs[:, :2]) - half[i], 0)
+        free = (np.linalg.norm(gap, axis=2) >= discs[:, 2] + 1).all(axis=1)
+        for j, other in enumerate(found):
+            if other is not None:
+                free &= (np.abs(places - other) >= half[i] + half[j]).any(axis=1)
+        others = np.delete(ends, i, axis=0)
+        crossed = (_distance_to_lines(places, others) < half[i].min() + 3).sum(axis=1)
+        cost = np.abs(at - 0.5) + np.abs(shift) / 20 + 0.4 * crossed
+        best = int(np.where(free, cost, np.inf).argmin())
+        found.append(places[best] if free[best] else None)
+    return found
+
+
+def _distance_to_lines(places: Array, ends: Array) -> Array:
+    """(m, n) distance of m points from n segments (n, 2, 2)."""
+    start, step = ends[:, 0], ends[:, 1] - ends[:, 0]
+    length = np.maximum((step**2).sum(axis=1), 1e-9)
+    at = ((places[:, None] - start) * step).sum(axis=2) / length
+    nearest = start + np.clip(at, 0, 1)[..., None] * step
+    return np.asarray(np.linalg.norm(places[:, None] - nearest, axis=2))
 
 
 def _layout(subject: Subject, both: Array) -> Array:
@@ -213,9 +258,13 @@ def _disc(position: Array, radius: float, color: str) -> str:
 
 def _link_rows(position: Array, text: str) -> str:
     """A number on a white box."""
-    width = 6.4 * len(text) + 6
+    width = _label_width(text)
     paper = _box(position[0] - width / 2, position[1] - 8, width, 16, "white", 0.85)
     return paper + _text(position[0], position[1], text, 11, INK, "center middle")
+
+
+def _label_width(text: str) -> float:
+    return 6.4 * len(text) + 6
 
 
 def _hex(color: Array) -> str:
