@@ -48,7 +48,7 @@ def test_partition_info_validate_gather(body: str) -> None:
     assert "Metis(objective=volume" in out
     out, _ = meshshard("validate", "o/body.shards", body)
     assert out.splitlines() == [
-        "o/body.shards: 3 shards, all checksums and the exchange plan are correct",
+        "o/body.shards: 3 shards: checksums, arrays and the exchange plan are correct",
         "body.vtp: a surface that can be partitioned",
     ]
     out, _ = meshshard("gather", "o/body.shards", "-o", "back.vtp")

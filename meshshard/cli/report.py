@@ -154,7 +154,7 @@ def _prove(path: str | Path) -> str:
         from meshshard import store
 
         folder = store.load(path).check()
-        return f"{n_of(folder.k, 'shards')}, all checksums and the exchange plan are correct"
+        return f"{n_of(folder.k, 'shards')}: checksums, arrays and the exchange plan are correct"
     from meshshard import io
     from meshshard.mesh.inspection import inspect, weld_and_match
 
@@ -186,6 +186,7 @@ def _folder_lines(about: Mapping[str, Any]) -> list[str]:
         f"  source   {source.get('path', 'none')}",
         f"  method   {method['name']}({options}), halo depth {about['halo_depth']}",
         f"  fields   {fields or 'none'}",
+        f"  content  {about['content']} (SHA-256)",
     ]
     if about["results"]:
         out.append(f"  results  {', '.join(about['results'])}")

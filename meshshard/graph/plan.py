@@ -16,7 +16,17 @@ from meshshard.graph.graph import Graph
 from meshshard.mesh import Array
 from meshshard.mesh.ragged import offsets_of, ranges
 
-__all__ = ["Halo", "Plan", "check_edges", "halo_of", "plan_of", "received", "runs", "send_lists"]
+__all__ = [
+    "Halo",
+    "Plan",
+    "check_edges",
+    "check_plan",
+    "halo_of",
+    "plan_of",
+    "received",
+    "runs",
+    "send_lists",
+]
 
 
 class Halo(NamedTuple):
@@ -177,6 +187,43 @@ def plan_of(
         send_counts=counts[:, shard],
         recv_counts=counts[shard],
     )
+
+
+def check_plan(plan: Plan, sizes: Array) -> Plan:
+    """Verify the values of a plan by themselves, and return it.
+
+    Args:
+        plan: arrays of the right lengths.
+        sizes: (k,) owned rows of every shard.
+
+    Raises:
+        PartitionError: naming the shard and what is wrong.
+    """
+    first = offsets_of(sizes)
+    halo, indptr, sent = plan.halo, plan.indptr, plan.send_counts.astype(np.int64)
+    own = (halo >= first[plan.shard]) & (halo < first[plan.shard + 1])
+    owners = np.diff(np.searchsorted(halo, first))
+    rules = {
+        "halo ids are not ascending": (np.diff(halo) > 0).all(),
+        "a halo id is no row of another shard": _within(halo, int(first[-1])) and not own.any(),
+        "indptr are no offsets": indptr[0] == 0 and (np.diff(indptr) >= 0).all(),
+        "indptr does not end at the number of edges": indptr[-1] == len(plan.indices),
+        "the source of an edge is not a local row": _within(plan.indices, plan.n_local),
+        "a row to send is not an owned row": _within(plan.send_rows, plan.n_owned),
+        "send_counts are not the rows to send": (
+            _within(sent, len(plan.send_rows) + 1) and sent.sum() == len(plan.send_rows)
+        ),
+        "recv_counts are not the halo rows": np.array_equal(plan.recv_counts, owners),
+    }
+    for what, right in rules.items():
+        if not right:
+            raise PartitionError(f"shard {plan.shard}: {what}")
+    return plan
+
+
+def _within(values: Array, end: int) -> bool:
+    """Whether all values are 0 or more and below `end`."""
+    return not len(values) or bool(values.min() >= 0 and values.max() < end)
 
 
 def check_edges(plan: Plan, graph: Graph, first: int) -> None:

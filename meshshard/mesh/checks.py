@@ -17,7 +17,7 @@ from meshshard.mesh.arrays import Array
 from meshshard.mesh.cells import POLYHEDRON, cell_type, type_name, types_present
 from meshshard.mesh.mesh import Faces, Mesh
 
-__all__ = ["check", "check_cells", "check_points", "warn", "warn_fields"]
+__all__ = ["check", "check_cells", "check_points", "is_unicode", "warn", "warn_fields"]
 
 CHUNK = 1 << 20  # values per pass, so that the masks stay in cache
 
@@ -53,9 +53,16 @@ def check(mesh: Mesh) -> Mesh:
     return mesh
 
 
+def is_unicode(name: str) -> bool:
+    """Whether a name has no lone surrogates, which no file can hold."""
+    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
 def _check_lengths(fields: Mapping[str, Array], n: int, kind: str, name: str) -> None:
-    """Every field has a row for each point or cell."""
+    """Every field has a row for each point or cell, and a name that can be written."""
     for field, values in fields.items():
+        if not is_unicode(field):
+            raise MeshError(f"{name}: {kind} field {field!r}: not a Unicode name; rename it")
         if len(values) != n:
             raise MeshError(
                 f"{name}: {kind} field '{field}' has {n_of(len(values), 'rows')} for "

@@ -19,19 +19,29 @@ import numpy as np
 
 from meshshard.atomic_write import (
     already_exists,
+    atomic_file,
     atomic_folder,
     report_write_errors,
     write_and_sync,
 )
-from meshshard.errors import MeshError, StoreError, n_of
-from meshshard.graph.plan import Plan, received
+from meshshard.errors import StoreError, n_of
+from meshshard.graph.plan import Plan, check_plan, received
 from meshshard.mesh import Array, Faces, Mesh
+from meshshard.mesh.checks import warn
 from meshshard.mesh.submesh import Piece, assemble
-from meshshard.store.manifest import MANIFEST, is_foreign, manifest_of, read_manifest
+from meshshard.store.manifest import (
+    MANIFEST,
+    content_of,
+    manifest_of,
+    read_manifest,
+    why_foreign,
+)
+from meshshard.store.shard_arrays import check_piece, wrong_array
 from meshshard.store.shard_files import (
-    crc32,
-    header_crc32,
+    Mapped,
+    arrays_crc32,
     map_file,
+    part_name,
     report_damage,
     write_arrays,
 )
@@ -68,16 +78,20 @@ def write(
     target = Path(path)
     if target.exists() and not force:
         raise already_exists(target)
-    if is_foreign(target):
-        raise StoreError(f"{target} exists and is not a folder of shards; choose another name")
+    if why := why_foreign(target):
+        raise StoreError(f"{target} {why}; remove it yourself, or choose another name")
+    if target.exists() and (names := results_in(target)):
+        warn(f"{target}: the results {', '.join(names)} are removed with the folder they are in")
     identity = uuid.uuid4().hex
     manifest = manifest_of(mesh, cut, source)
     with atomic_folder(target, force=force) as folder:
         records = [_write_shard(plan, piece, mesh, folder, identity) for plan, piece in shards]
-        manifest |= {"id": identity, "shards": records}
+        content = content_of(manifest, [record.pop("content") for record in records])
+        manifest |= {"id": identity, "content": content, "shards": records}
         text = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False)
         # a file name that is not valid UTF-8 becomes an escape sequence of JSON
         write_and_sync(folder / MANIFEST, text.encode("utf-8", "backslashreplace"))
+        _check_sizes(folder, records)
     return target
 
 
@@ -131,20 +145,29 @@ class Folder:
         """
         if not 0 <= shard < self.k:
             raise StoreError(f"{self.path}: has no shard {shard}; shards are 0 to {self.k - 1}")
+        return self._mapped(shard).arrays
+
+    def _mapped(self, shard: int) -> Mapped:
         record = self.manifest["shards"][shard]
         path = self.path / record["file"]
-        arrays, metadata = map_file(path, record["bytes"], record["header"])
-        if metadata.get("id") != self.manifest["id"] or metadata.get("shard") != str(shard):
+        mapped = map_file(path, record["bytes"], record["header"])
+        said = mapped.metadata
+        if said.get("id") != self.manifest["id"] or said.get("shard") != str(shard):
             raise StoreError(f"{path}: belongs to another folder or shard; write the folder again")
-        return arrays
+        with report_damage(path):
+            wrong = wrong_array(mapped.arrays, self.manifest, shard)
+        if wrong:
+            raise StoreError(f"{path}: is damaged ({wrong}); write the folder again")
+        return mapped
 
     def plan(self, shard: int) -> Plan:
         """The exchange plan and local graph of one shard."""
         arrays = self.arrays(shard)
         names = [n for n in Plan.__dataclass_fields__ if n not in ("shard", "n_owned")]
-        plan = {name: arrays[_plan_key(name)] for name in names}
+        plan = {name: arrays[f"plan.{name}"] for name in names}
         plan["halo"] = plan["halo"].astype(np.int64)  # the same dtype for every shard
-        return Plan(shard=shard, n_owned=int(self.sizes[shard]), **plan)
+        with report_damage(self.path):
+            return check_plan(Plan(shard=shard, n_owned=int(self.sizes[shard]), **plan), self.sizes)
 
     def piece(self, shard: int) -> Piece:
         """The geometry and fields of one shard, and the rows of the mesh that they come from."""
@@ -165,7 +188,13 @@ class Folder:
                 blocks=tuple(self.manifest["blocks"]),
                 name=f"{self.manifest['name']} shard {shard}",
             )
-            return Piece(mesh, arrays["cells.origin"], arrays["points.origin"])
+            piece = Piece(mesh, arrays["cells.origin"], arrays["points.origin"])
+            return check_piece(
+                piece,
+                self.manifest["n_cells"],
+                self.manifest["n_points"],
+                arrays.get("points.weld"),
+            )
 
     def _fields(self, arrays: Mapping[str, Array], on: str) -> dict[str, Array]:
         """Fields of a shard, in the order of the manifest."""
@@ -187,21 +216,21 @@ class Folder:
         n_cells, n_points = self.manifest["n_cells"], self.manifest["n_points"]
         for record in self.manifest["shards"]:
             path = self.path / record["file"]
-            if crc32(path) != record["crc32"]:
+            if arrays_crc32(path) != record["crc32"]:
                 raise StoreError(f"{path}: its bytes have changed; write the folder again")
         with report_damage(self.path):
             pieces = [self.piece(p) for p in range(self.k)]
-            try:
-                return assemble(pieces, n_cells, n_points, self.manifest["name"])
-            except MeshError as error:
-                raise StoreError(f"{self.path}: shards do not fit together: {error}") from None
+            return assemble(pieces, n_cells, n_points, self.manifest["name"])
 
     def labels(self) -> Array:
         """(n,) int64 shard of every entity, in source order."""
-        out = np.empty(int(self.sizes.sum()), np.int64)
+        rows = [self.origin(p) for p in range(self.k)]  # as many as the manifest says
+        out = np.full(int(self.sizes.sum()), -1)
         with report_damage(self.path):
-            for p in range(self.k):
-                out[self.origin(p)] = p
+            for p, of_shard in enumerate(rows):
+                out[of_shard] = p
+            if (out < 0).any():
+                raise ValueError(f"no shard has row {np.argmin(out)}")
         return out
 
     def put(self, shard: int, fields: Mapping[str, Array], name: str = "prediction") -> Path:
@@ -224,9 +253,9 @@ class Folder:
             raise StoreError(
                 "results cannot be named 'shard', the files of shards are; choose another name"
             )
-        path = self.path / _part_name(name, shard)
-        with report_write_errors(path):
-            write_arrays(path, dict(fields), {"id": self.manifest["id"], "shard": str(shard)})
+        path = self.path / part_name(name, shard)
+        with report_write_errors(path), atomic_file(path) as part:
+            write_arrays(part, fields, {"id": self.manifest["id"], "shard": str(shard)})
         return path
 
     def gather_put(self, name: str = "prediction") -> dict[str, Array]:
@@ -249,12 +278,12 @@ class Folder:
 
     def _put(self, name: str, shard: int) -> Mapping[str, Array]:
         """Results that one shard has put."""
-        path = self.path / _part_name(name, shard)
+        path = self.path / part_name(name, shard)
         if not path.exists():
             raise StoreError(
                 f"{self.path}: shard {shard} has no results {name!r} yet ({path.name})"
             )
-        arrays, metadata = map_file(path, path.stat().st_size)
+        arrays, metadata, _ = map_file(path)
         if metadata.get("id") != self.manifest["id"] or metadata.get("shard") != str(shard):
             raise StoreError(f"{path}: was made for another folder or shard; predict again")
         if any(a.shape[:1] != (self.sizes[shard],) for a in arrays.values()):
@@ -264,21 +293,45 @@ class Folder:
 
     def puts(self) -> list[str]:
         """Names of the sets of results in the folder."""
-        names = {f.name.rpartition("_")[0] for f in self.path.glob("*_?????.safetensors")}
-        return sorted(names - {"shard"})
+        return results_in(self.path)
 
     def check(self) -> Folder:
-        """Verify all checksums and the exchange plan, and return the folder itself.
+        """Verify all checksums, arrays and the exchange plan, and return the folder itself.
 
         Raises:
             StoreError: naming the file or shard that is wrong.
         """
         self.gather()
+        self.labels()
         plans = [self.plan(p) for p in range(self.k)]
         for plan, ids in zip(plans, received(plans, self.sizes), strict=True):
             if not np.array_equal(ids, plan.halo):
                 raise StoreError(f"{self.path}: shard {plan.shard} does not receive its halo rows")
+        crcs = [record["crc32"] for record in self.manifest["shards"]]
+        content = content_of(
+            self.manifest, [self._mapped(p).content(c) for p, c in enumerate(crcs)]
+        )
+        if content != self.manifest["content"]:
+            raise StoreError(f"{self.path}: manifest.json has changed; write the folder again")
         return self
+
+
+def results_in(folder: Path) -> list[str]:
+    """Names of the sets of results in a folder."""
+    names = {f.name.rpartition("_")[0] for f in folder.glob("[!.]*_?????.safetensors")}
+    return sorted(names - {"shard"})
+
+
+def _check_sizes(folder: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Verify that all shards are there before the folder gets its name.
+
+    Raises:
+        OSError: another program has removed or changed one.
+    """
+    for record in records:
+        found = (folder / record["file"]).stat().st_size
+        if found != record["bytes"]:
+            raise OSError(f"{record['file']} has {found} bytes instead of {record['bytes']}")
 
 
 def _write_shard(
@@ -297,7 +350,7 @@ def _write_shard(
     }
     for name in Plan.__dataclass_fields__:
         if name not in ("shard", "n_owned"):
-            arrays[_plan_key(name)] = getattr(plan, name)
+            arrays[f"plan.{name}"] = getattr(plan, name)
     if mesh.faces is not None:
         arrays |= {f"faces.{name}": a for name, a in mesh.faces._asdict().items()}
     if whole.weld is not None:
@@ -305,23 +358,11 @@ def _write_shard(
     written = {name: _narrow(a) for name, a in arrays.items() if a is not None}
     written |= {f"point:{name}": a for name, a in mesh.point_fields.items()}
     written |= {f"cell:{name}": a for name, a in mesh.cell_fields.items()}
-    path = folder / _part_name("shard", plan.shard)
-    write_arrays(path, written, {"id": identity, "shard": str(plan.shard)})
-    return {
-        "file": path.name,
-        "bytes": path.stat().st_size,
-        "crc32": crc32(path),
-        "header": header_crc32(path),
-        "owned": plan.n_owned,
-        "halo": len(plan.halo),
-        "points": mesh.n_points,
-        "cells": mesh.n_cells,
-    }
-
-
-def _plan_key(name: str) -> str:
-    """Name of a field of `Plan` in a stored file; `hops` was named `ring` in schema 1."""
-    return "plan.ring" if name == "hops" else f"plan.{name}"
+    path = folder / part_name("shard", plan.shard)
+    made = write_arrays(path, written, {"id": identity, "shard": str(plan.shard)})
+    counts = {"owned": plan.n_owned, "halo": len(plan.halo)}
+    counts |= {"points": mesh.n_points, "cells": mesh.n_cells}
+    return {"file": path.name, **made._asdict(), **counts}
 
 
 def _narrow(array: Array) -> Array:
@@ -329,9 +370,3 @@ def _narrow(array: Array) -> Array:
     if array.dtype == np.int64 and (not len(array) or array.max() < 2**31):
         return array.astype(np.int32)
     return array
-
-
-def _part_name(name: str, shard: int) -> str:
-    if not name.replace("-", "").replace("_", "").isalnum():
-        raise StoreError(f"{name!r} cannot be part of a file name; use letters, digits, - and _")
-    return f"{name}_{shard:05d}.safetensors"

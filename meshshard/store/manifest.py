@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,20 +16,30 @@ import numpy as np
 
 from meshshard.errors import StoreError, n_of
 from meshshard.mesh import Array, Mesh
-from meshshard.store.shard_files import sha256
+from meshshard.store.shard_files import part_name, read_regular, sha256
 
-__all__ = ["MANIFEST", "SCHEMA", "is_foreign", "manifest_of", "read_manifest"]
+__all__ = ["MANIFEST", "SCHEMA", "content_of", "manifest_of", "read_manifest", "why_foreign"]
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
-PACKAGES = ("meshshard", "numpy", "scipy", "pymetis", "vtk", "safetensors")  # versions recorded
+PACKAGES = ("meshshard", "numpy", "scipy", "pymetis", "vtk")  # versions recorded
 
 _KEYS = {
     "id": str, "name": str, "kind": str, "entity": str, "sizes": list, "shards": list,
     "n_points": int, "n_cells": int, "halo_depth": int, "blocks": list, "fields": list,
-    "method": dict, "quality": dict,
+    "method": dict, "quality": dict, "points_dtype": str, "content": str,
 }  # fmt: skip
-_SHARD_KEYS = {"file": str, "bytes": int, "crc32": int, "header": int, "points": int, "cells": int}
+_SHARD_KEYS = {
+    "file": str, "bytes": int, "crc32": int, "header": int, "owned": int, "halo": int,
+    "points": int, "cells": int,
+}  # fmt: skip
+_FIELD_KEYS = {"name": str, "on": str, "dtype": str, "width": int}
+_CONTENT = (
+    "kind", "entity", "sizes", "halo_depth", "n_points", "n_cells", "points_dtype", "blocks",
+    "fields",
+)  # fmt: skip
+OWN_FILES = re.compile(r"manifest\.json|[\w-]+_\d{5}\.safetensors|\.writing\..*")
+SMALL, PER_FILE = 1 << 22, 1 << 10  # bytes: a manifest has at most one, and the other per file
 
 
 def manifest_of(
@@ -57,6 +70,17 @@ def manifest_of(
     }
 
 
+def content_of(manifest: Mapping[str, Any], shards: Iterable[str]) -> str:
+    """SHA-256 of what a folder holds: equal for equal content, whatever its `id` and its date.
+
+    Args:
+        manifest: the manifest of the folder.
+        shards: `Written.content` of each shard.
+    """
+    said = [{key: manifest[key] for key in _CONTENT}, *shards]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
 def _describe(fields: Mapping[str, Array], on: str) -> Iterator[dict[str, Any]]:
     for name, values in fields.items():
         width = int(np.prod(values.shape[1:], dtype=int))
@@ -83,13 +107,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         StoreError: the folder does not exist, is incomplete or damaged, or has another schema.
     """
-    try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
-        manifest = json.loads(text)
-    except (FileNotFoundError, NotADirectoryError):
-        raise StoreError(f"{folder}: {_what_is_there(folder)}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise StoreError(f"{folder}: manifest.json is damaged ({error}); write it again") from None
+    if not (folder / MANIFEST).exists():
+        raise StoreError(f"{folder}: {_what_is_there(folder)}")
+    manifest = _parsed(folder)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
         raise StoreError(f"{folder}: manifest.json is not the manifest of a folder of shards")
     if manifest["schema"] != SCHEMA:
@@ -101,6 +121,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if wrong:
         raise StoreError(f"{folder}: manifest.json is damaged ({wrong}); write the folder again")
     return manifest
+
+
+def _parsed(folder: Path) -> Any:
+    """The content of manifest.json; its size is bounded by the number of files beside it."""
+    try:
+        text = read_regular(folder / MANIFEST, SMALL + PER_FILE * len(os.listdir(folder)))  # noqa: PTH208
+        return json.loads(text)
+    except (OSError, ValueError, RecursionError, StoreError) as error:
+        why = str(error).removesuffix("; write the folder again")
+        raise StoreError(f"{folder}: manifest.json is damaged ({why}); write it again") from None
 
 
 def _what_is_there(path: Path) -> str:
@@ -120,16 +150,22 @@ def _first_error(manifest: dict[str, Any]) -> str:
         if not isinstance(manifest.get(key), kind):
             return f"no {key!r} of type {kind.__name__}"
     shards, sizes, entity = manifest["shards"], manifest["sizes"], manifest["entity"]
+    wrong = _wrong_entry("shard", shards, _SHARD_KEYS) or _wrong_entry(
+        "field", manifest["fields"], _FIELD_KEYS
+    )
+    if wrong or not all(isinstance(name, str) for name in manifest["blocks"]):
+        return wrong or "blocks are not all names"
     for i, shard in enumerate(shards):
-        for key, kind in _SHARD_KEYS.items():
-            if not isinstance(shard, dict) or not isinstance(shard.get(key), kind):
-                return f"shard {i} has no {key!r} of type {kind.__name__}"
+        if shard["file"] != part_name("shard", i):
+            return f"the file of shard {i} is {shard['file']!r}, not {part_name('shard', i)}"
     if not shards or len(sizes) != len(shards):
         return f"{n_of(len(sizes), 'sizes')} for {n_of(len(shards), 'shards')}"
     if entity not in ("cells", "points"):
         return f"entity {entity!r}"
     if not all(isinstance(n, int) and n >= 0 for n in sizes):
         return "sizes are not all integers of 0 or more"
+    if [shard["owned"] for shard in shards] != sizes:
+        return "sizes are not the owned rows of the shards"
     if sum(sizes) != manifest[f"n_{entity}"]:
         return f"sizes add up to {sum(sizes)} of {manifest[f'n_{entity}']} {entity}"
     held = {key: sum(shard[key] for shard in shards) for key in ("points", "cells")}
@@ -138,16 +174,39 @@ def _first_error(manifest: dict[str, Any]) -> str:
     return "" if isinstance(manifest.get("source"), dict | None) else "source is not an object"
 
 
-def is_foreign(target: Path) -> bool:
-    """Whether something exists at `target` that is not a folder of shards.
+def _wrong_entry(what: str, entries: list[Any], keys: Mapping[str, type]) -> str:
+    """The first of a list of objects that lacks a key; empty if none does."""
+    for i, entry in enumerate(entries):
+        for key, kind in keys.items():
+            if not isinstance(entry, dict) or not isinstance(entry.get(key), kind):
+                return f"{what} {i} has no {key!r} of type {kind.__name__}"
+    return ""
 
-    Another writer may replace the folder at any moment, so a manifest counts as missing only if
-    the same folder was there before and after the check.
+
+def why_foreign(target: Path) -> str:
+    """Why what exists at `target` must not be replaced; empty if it may be, or nothing exists.
+
+    Another writer may replace the folder at any moment, so only a finding counts with the same
+    folder before and after it.
     """
-    while (before := _identity(target)) and not (target / MANIFEST).exists():
-        if before == _identity(target):
-            return True
-    return False
+    while before := _identity(target):
+        why = _not_ours(target)
+        if not why or before == _identity(target):
+            return why
+    return ""
+
+
+def _not_ours(target: Path) -> str:
+    """What shows that meshshard has not written a folder; empty if nothing does."""
+    try:
+        manifest = _parsed(target)
+        files = os.listdir(target)  # noqa: PTH208 - names only
+    except (OSError, StoreError):
+        return "is not a folder of shards"
+    if not isinstance(manifest, dict) or not {"schema", "id", "sizes", "shards"} <= manifest.keys():
+        return "is not a folder of shards"
+    others = sorted(name for name in files if not OWN_FILES.fullmatch(name))
+    return f"holds {others[0]!r}, which is no part of a folder of shards" if others else ""
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
