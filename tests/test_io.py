@@ -261,8 +261,9 @@ def test_blocks(load):
 
 
 def test_pieces(load):
-    load("a.vtp", vtp(cell=array("Int32", "p", [1, 2])))
-    pieces = '<Piece Source="a.vtp"/><Piece Source="a.vtp"/>'
+    for name in ("a.vtp", "b.vtp"):
+        load(name, vtp(cell=array("Int32", "p", [1, 2])))
+    pieces = '<Piece Source="a.vtp"/><Piece Source="b.vtp"/>'
     mesh = load("all.pvtp", collection("PPolyData", pieces))
     assert mesh.cell_fields["p"].tolist() == [1, 2, 1, 2]
     assert mesh.blocks == ()

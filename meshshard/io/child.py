@@ -1,18 +1,19 @@
 """Reading in a child process: a crash or a hang of VTK or meshio does not end this process.
 
-The child gets the paths of two files on its command line and writes plain arrays to the second.
+The child gets the path of the file and an open temporary file, to which it writes plain arrays.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import numpy as np
 
@@ -41,27 +42,30 @@ def read_in_child(path: Path, time: float | None = None) -> list[Dataset]:
         ReadError: the child cannot read the file, is killed by a signal, or takes too long.
     """
     limit = TIME_LIMIT + path.stat().st_size / RATE
-    with TemporaryDirectory(prefix="meshshard-") as folder:
-        out = Path(folder) / "datasets.npz"
+    with TemporaryFile() as out:  # without a name: nothing is left if this process is killed
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             "from meshshard.io.foreign import serve_foreign; serve_foreign(*sys.argv[1:])"
         )
-        command = [sys.executable, "-c", code, str(path), str(out), json.dumps(time)]
+        descriptor = out.fileno()
+        command = [sys.executable, "-c", code, str(path), str(descriptor), json.dumps(time)]
         try:
-            done = subprocess.run(command, capture_output=True, timeout=limit, check=False)
+            done = subprocess.run(
+                command, capture_output=True, timeout=limit, check=False, pass_fds=[descriptor]
+            )
         except subprocess.TimeoutExpired:
             raise ReadError(
                 f"{path}: its reader did not end within {limit:.0f} s; is the file damaged?"
             ) from None
-        if done.returncode or not out.exists():
+        if done.returncode or not os.fstat(descriptor).st_size:
             ended = how_it_ended(done.returncode, done.stderr)
             raise ReadError(f"{path}: its reader {ended}; is the file damaged?")
+        out.seek(0)
         return _unpack(out)
 
 
-def serve(read: Callable[[], list[Dataset]], out: Path) -> None:
-    """In the child: call `read`, and write its data sets, warnings and error to a file."""
+def serve(read: Callable[[], list[Dataset]], descriptor: int) -> None:
+    """In the child: call `read`, and write its data sets, warnings and error to an open file."""
     die_with_parent()
     datasets: list[Dataset] = []
     failure = ""
@@ -72,10 +76,11 @@ def serve(read: Callable[[], list[Dataset]], out: Path) -> None:
         except MeshshardError as error:
             failure = str(error)
     header = {"error": failure, "warnings": [str(w.message) for w in caught]}
-    _pack(datasets, header, out)
+    with os.fdopen(descriptor, "wb") as out:
+        _pack(datasets, header, out)
 
 
-def _pack(datasets: list[Dataset], header: dict[str, Any], out: Path) -> None:
+def _pack(datasets: list[Dataset], header: dict[str, Any], out: IO[bytes]) -> None:
     arrays: dict[str, Any] = {}
     headers: list[dict[str, Any]] = []
     for i, dataset in enumerate(datasets):
@@ -91,7 +96,7 @@ def _pack(datasets: list[Dataset], header: dict[str, Any], out: Path) -> None:
     np.savez(out, header=np.array(json.dumps({**header, "datasets": headers})), **arrays)
 
 
-def _unpack(out: Path) -> list[Dataset]:
+def _unpack(out: IO[bytes]) -> list[Dataset]:
     with np.load(out, allow_pickle=False) as file:
         header = json.loads(str(file["header"]))
         for message in header["warnings"]:

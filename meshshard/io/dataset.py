@@ -27,7 +27,7 @@ from meshshard.mesh.cells import (
     type_name,
     types_present,
 )
-from meshshard.mesh.checks import check_cells, check_points, warn, warn_fields
+from meshshard.mesh.checks import check_cells, check_names, check_points, warn, warn_fields
 from meshshard.mesh.ragged import gather_rows, no_rows, offsets_of
 
 __all__ = ["Dataset", "free_name", "to_mesh"]
@@ -98,6 +98,7 @@ def to_mesh(datasets: Iterable[Dataset], name: str) -> Mesh:
         pairs = [(_cloud(dataset, name), start) for dataset, start in pairs]
     mesh = _concatenated(pairs, name)
     check_points(mesh.points, name)
+    check_names(mesh)
     warn_fields(mesh)
     for array in RESERVED:
         if array in mesh.cell_fields or array in mesh.point_fields:

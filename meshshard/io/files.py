@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
-import shutil
+import os
+import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO
 
 from meshshard.errors import MeshshardError, ReadError
 from meshshard.io.child import read_in_child
@@ -16,6 +20,8 @@ from meshshard.io.writers import write_npz, write_vtk
 from meshshard.mesh import Mesh
 
 __all__ = ["read", "read_gzip", "write"]
+
+MAX_RATIO, LARGE = 100, 10**8  # of decompressed to compressed size, beyond the second in bytes
 
 
 def read(path: str | Path, *, time: float | None = None) -> Mesh:
@@ -57,24 +63,54 @@ def _datasets(path: Path, time: float | None) -> list[Dataset]:
 
 
 def read_gzip(path: Path, time: float | None) -> list[Dataset]:
-    """Decompress a file of any other format to a temporary folder, and read it.
+    """Decompress a file of any other format to a temporary file, and read it.
 
     Raises:
-        ReadError: the compressed data are damaged or cut short, or the disk is full.
+        ReadError: the compressed data are damaged, cut short or far too many, or the disk is full.
     """
-    with TemporaryDirectory(prefix="meshshard-") as folder:
-        plain = Path(folder) / (path.stem if path.suffix.lower() == ".gz" else path.name)
+    name = path.stem if path.suffix.lower() == ".gz" else path.name
+    with _nameless_file(name) as (file, plain):
         try:
-            with gzip.open(path) as packed, plain.open("wb") as out:
-                shutil.copyfileobj(packed, out, 1 << 20)
+            with gzip.open(path) as packed:
+                _copy(packed, file, path, plain)
         except (OSError, EOFError, zlib.error) as error:
             raise ReadError(f"{path}: cannot be decompressed (gz): {error}; try gunzip") from None
+        except MeshshardError as error:
+            raise type(error)(str(error).replace(str(plain), str(path))) from None
         try:
-            if recognize(plain).name == "gzip":
-                raise ReadError(f"{path}: compressed twice; decompress it once with gunzip")
             return _datasets(plain, time)
         except MeshshardError as error:
             raise type(error)(str(error).replace(str(plain), str(path))) from None
+
+
+def _copy(packed: gzip.GzipFile, file: IO[bytes], path: Path, plain: Path) -> None:
+    """Decompress; what starts as no known file, or is far too large, is refused at once."""
+    most = MAX_RATIO * path.stat().st_size + LARGE
+    while block := packed.read(1 << 20):
+        first = file.tell() == 0
+        file.write(block)
+        file.flush()
+        if first and recognize(plain).name == "gzip":
+            raise ReadError(f"{path}: compressed twice; decompress it once with gunzip")
+        if file.tell() > most:
+            raise ReadError(f"{path}: more than {MAX_RATIO} times its size; try gunzip")
+
+
+@contextlib.contextmanager
+def _nameless_file(name: str) -> Iterator[tuple[IO[bytes], Path]]:
+    """Context manager: a temporary file, and a path with the given name by which it can be read.
+
+    On Linux it has no name of its own, and so needs no disk if this process is killed.
+    """
+    with TemporaryDirectory(prefix="meshshard-") as folder:
+        path = Path(folder) / name
+        if sys.platform == "linux":
+            with TemporaryFile() as file:
+                path.symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+                yield file, path
+        else:
+            with path.open("wb") as file:
+                yield file, path
 
 
 def write(mesh: Mesh, path: str | Path) -> None:

@@ -17,8 +17,8 @@ __all__ = ["read_fluent", "read_meshio", "read_vtk", "serve_foreign"]
 
 
 def serve_foreign(path: str, out: str, time: str) -> None:
-    """Entry point of the child process: read a file, and write its data sets to `out`."""
-    serve(lambda: _datasets(Path(path), json.loads(time)), Path(out))
+    """Entry point of the child process: write the data sets of a file to the descriptor `out`."""
+    serve(lambda: _datasets(Path(path), json.loads(time)), int(out))
 
 
 def _datasets(path: Path, time: float | None) -> list[Dataset]:

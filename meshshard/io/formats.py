@@ -102,6 +102,8 @@ def recognize(path: Path) -> Format:
         raise ReadError(f"{path}: is a folder; name the file in it (for OpenFOAM an empty x.foam)")
     if not path.exists():
         raise ReadError(f"{path}: no such file")
+    if not path.is_file():
+        raise ReadError(f"{path}: a device or a pipe; copy its content to a file")
     suffix = path.suffix.lower().lstrip(".")
     named = [row for row in FORMATS if suffix in row.suffixes]
     if named and named[0].is_marker:

@@ -17,7 +17,15 @@ from meshshard.mesh.arrays import Array
 from meshshard.mesh.cells import POLYHEDRON, cell_type, type_name, types_present
 from meshshard.mesh.mesh import Faces, Mesh
 
-__all__ = ["check", "check_cells", "check_points", "is_unicode", "warn", "warn_fields"]
+__all__ = [
+    "check",
+    "check_cells",
+    "check_names",
+    "check_points",
+    "is_unicode",
+    "warn",
+    "warn_fields",
+]
 
 CHUNK = 1 << 20  # values per pass, so that the masks stay in cache
 
@@ -47,6 +55,7 @@ def check(mesh: Mesh) -> Mesh:
     if len(dims) > 1:
         raise MeshError(f"{mesh.name}: cells have several dimensions {sorted(dims)}; keep one")
     check_points(mesh.points, mesh.name)
+    check_names(mesh)
     _check_lengths(mesh.point_fields, mesh.n_points, "point", mesh.name)
     _check_lengths(mesh.cell_fields, mesh.n_cells, "cell", mesh.name)
     warn_fields(mesh)
@@ -58,11 +67,21 @@ def is_unicode(name: str) -> bool:
     return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
+def check_names(mesh: Mesh) -> None:
+    """Verify that the names of all fields can be written.
+
+    Raises:
+        MeshError: one has a lone surrogate.
+    """
+    for kind, fields in (("cell", mesh.cell_fields), ("point", mesh.point_fields)):
+        for field in fields:
+            if not is_unicode(field):
+                raise MeshError(f"{mesh.name}: {kind} field {field!r}: no Unicode name; rename it")
+
+
 def _check_lengths(fields: Mapping[str, Array], n: int, kind: str, name: str) -> None:
-    """Every field has a row for each point or cell, and a name that can be written."""
+    """Every field has a row for each point or cell."""
     for field, values in fields.items():
-        if not is_unicode(field):
-            raise MeshError(f"{name}: {kind} field {field!r}: not a Unicode name; rename it")
         if len(values) != n:
             raise MeshError(
                 f"{name}: {kind} field '{field}' has {n_of(len(values), 'rows')} for "

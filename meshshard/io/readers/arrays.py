@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ AXES = (
     ("points_0", "points_1", "points_2"),
 )
 
+EXPANDED = 1 << 20  # bytes of a tensor whose rows share memory that need not be in the file
 _NPZ_ERRORS = (
     ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
@@ -130,16 +132,58 @@ def cloud(arrays: Mapping[str, Array], path: Path) -> Dataset:
 def read_npz(path: Path) -> list[Dataset]:
     """The arrays of an .npz file, or the (n, 3) array of an .npy file, as a point cloud.
 
+    Headers are read first: an array that is no field, or has not the size that it declares, is
+    never decompressed.
+
     Raises:
         ReadError: the file is damaged, holds Python objects, or has no points.
     """
     try:
-        with path.open("rb") as file:  # numpy leaves a damaged file open
-            loaded = np.load(file, allow_pickle=False)
-            arrays = {"points": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
-        return [cloud(arrays, path)]
+        with path.open("rb") as file:
+            if not zipfile.is_zipfile(file):
+                file.seek(0)
+                _declared(file, path.stat().st_size)
+                file.seek(0)
+                return [cloud({"points": np.lib.format.read_array(file)}, path)]
+            with zipfile.ZipFile(file) as archive:
+                return [cloud(_members(archive), path)]
     except _NPZ_ERRORS as error:
         raise ReadError(f"{path}: damaged or not plain arrays: {_first_line(error)}") from None
+
+
+def _members(archive: zipfile.ZipFile) -> dict[str, Array]:
+    """The arrays of an archive; those that cannot be fields only with their shapes and dtypes."""
+    arrays = {}
+    for member in archive.infolist():
+        with archive.open(member) as file:
+            arrays[member.filename.removesuffix(".npy")] = _declared(file, member.file_size)
+    n_rows = {len(a) for name, a in arrays.items() if name.lower() in NAMES and a.ndim}
+    for name, values in arrays.items():
+        if values.ndim and len(values) in n_rows and values.dtype.kind in "fiub":
+            with archive.open(f"{name}.npy") as file:
+                arrays[name] = np.lib.format.read_array(file)
+    return arrays
+
+
+def _declared(file: IO[bytes], size: int) -> Array:
+    """An array of the shape and dtype in an .npy header, without memory of its own.
+
+    Raises:
+        ValueError: it does not fit the size of the file, or holds Python objects.
+    """
+    version = np.lib.format.read_magic(file)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in read:
+        raise ValueError(f"version {version} of the .npy format")
+    shape, _, dtype = read[version](file)
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if dtype.hasobject or min(shape, default=0) < 0 or file.tell() + n_bytes != size:
+        held = "Python objects" if dtype.hasobject else f"{size - file.tell()} bytes"
+        raise ValueError(f"an array declares {shape} {dtype}, the file holds {held}")
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def read_csv(path: Path) -> list[Dataset]:
@@ -210,6 +254,10 @@ def read_pt(path: Path) -> list[Dataset]:
         import torch
     except ImportError:
         raise ReadError(f"{path}: needs torch; pip install torch") from None
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type for member in archive.infolist()):
+                raise ReadError(f"{path}: compressed, torch.save never compresses; save it again")
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch may raise any error of its unpickler
@@ -220,10 +268,18 @@ def read_pt(path: Path) -> list[Dataset]:
         loaded = {"points": loaded}
     if not isinstance(loaded, dict):
         raise ReadError(f"{path}: holds a {type(loaded).__name__}; save a dict of tensors")
-    arrays = {
-        str(name): (value.float() if value.dtype == torch.bfloat16 else value).detach().numpy()
+    tensors = {
+        str(name): value
         for name, value in loaded.items()
         if isinstance(value, torch.Tensor) and value.layout == torch.strided
+    }
+    for name, value in tensors.items():
+        if value.nbytes > 2 * path.stat().st_size + EXPANDED:
+            shape = tuple(value.shape)
+            raise ReadError(f"{path}: '{name}' {shape} is expanded; save it with .contiguous()")
+    arrays = {
+        name: (value.float() if value.dtype == torch.bfloat16 else value).detach().numpy()
+        for name, value in tensors.items()
     }
     return [cloud(arrays, path)]
 

@@ -35,6 +35,7 @@ DTYPES = {  # NumPy types by VTK's names
 }  # fmt: skip
 BLOCK = 1 << 20
 MAX_RATIO = 10_000  # of decompressed to compressed size; only a damaged header exceeds it
+LZMA_MEMORY = 1 << 27  # bytes, twice the dictionary of the highest level; a header may ask for 4 GB
 
 
 def _lz4(block: bytes, size: int) -> bytes:
@@ -49,7 +50,9 @@ def _lz4(block: bytes, size: int) -> bytes:
 
 DECOMPRESS: Mapping[str, Callable[[bytes, int], bytes]] = {  # (block, decompressed size) -> bytes
     "vtkZLibDataCompressor": lambda block, size: zlib.decompressobj().decompress(block, size),
-    "vtkLZMADataCompressor": lambda block, size: lzma.LZMADecompressor().decompress(block, size),
+    "vtkLZMADataCompressor": lambda block, size: lzma.LZMADecompressor(
+        memlimit=LZMA_MEMORY
+    ).decompress(block, size),
     "vtkLZ4DataCompressor": _lz4,
 }
 
@@ -98,12 +101,15 @@ class XmlFile:
             raise ReadError(f"{self.path}: XML, but not a VTK file: it starts with <{root.tag}>")
         return root
 
-    def values(self, element: ElementTree.Element, count: int | None = None) -> Array:
+    def values(
+        self, element: ElementTree.Element, count: int | None = None, most: int | None = None
+    ) -> Array:
         """The numbers of a DataArray element, flat.
 
         Args:
             element: the DataArray.
             count: the required number of values; None if the file does not declare it.
+            most: a limit where the number itself is not known; more are never decompressed.
 
         Raises:
             ReadError: the number of values is another one, the type is unknown, or the data are
@@ -114,7 +120,8 @@ class XmlFile:
         if kind not in DTYPES:
             raise ReadError(f"{self.path}: array '{label}' has the unknown type '{kind}'")
         try:
-            out: Array = self._decode(element, np.dtype(self._order + DTYPES[kind]), count)
+            dtype = np.dtype(self._order + DTYPES[kind])
+            out: Array = self._decode(element, dtype, most if count is None else count)
         except (ValueError, zlib.error, lzma.LZMAError, binascii.Error, EOFError) as error:
             raise ReadError(f"{self.path}: array '{label}' is damaged: {error}") from None
         if count is not None and len(out) != count:
@@ -127,57 +134,65 @@ class XmlFile:
     def _decode(self, element: ElementTree.Element, dtype: np.dtype[Any], n: int | None) -> Any:
         form = element.get("format", "ascii")
         bits = element.get("type") == "Bit"
+        most = n if n is None or not bits else -(-n // 8)
         if form == "ascii":
             return parse_numbers(element.text or "", dtype.newbyteorder("="))
         if form == "binary":
             data = _from_base64((element.text or "").encode())
-            raw = self._payload(io.BytesIO(data), len(data), dtype)
+            raw = self._payload(io.BytesIO(data), len(data), dtype, most)
         elif form == "appended":
-            raw = self._appended(int(element.get("offset", "-1")), dtype)
+            raw = self._appended(int(element.get("offset", "-1")), dtype, most)
         else:
             raise ValueError(f"unknown format '{form}'")
         if bits:
             raw = np.unpackbits(raw)[:n]
         return raw.astype(dtype.newbyteorder("="), copy=False)
 
-    def _appended(self, offset: int, dtype: np.dtype[Any]) -> Any:
+    def _appended(self, offset: int, dtype: np.dtype[Any], most: int | None) -> Any:
         start = self._start + offset
         if offset < 0 or not self._start or start >= self.size:
             raise ValueError(f"its offset {offset} is outside the file (truncated?)")
         with self.path.open("rb") as file:
             file.seek(start)
             if self._raw:
-                return self._payload(file, self.size - start, dtype)
+                return self._payload(file, self.size - start, dtype, most)
             end = next((self._start + e for e in self._ends if e > offset), self.size)
             data = _from_base64(file.read(end - start).split(b"<")[0])
-            return self._payload(io.BytesIO(data), len(data), dtype)
+            return self._payload(io.BytesIO(data), len(data), dtype, most)
 
-    def _payload(self, file: BinaryIO, room: int, dtype: np.dtype[Any]) -> Any:
+    def _payload(self, file: BinaryIO, room: int, dtype: np.dtype[Any], most: int | None) -> Any:
         """The numbers after a binary header; header and numbers have at most `room` bytes."""
         if not room:
             return np.empty(0, dtype)
         if self._decompress is not None:
-            return self._decompressed(file, room, dtype)
+            return self._decompressed(file, room, dtype, most)
         n_bytes = int(self._numbers(file, 1, room)[0])
         if n_bytes % dtype.itemsize or n_bytes > room - self._header.itemsize:
             raise ValueError(f"it declares {n_bytes} bytes, the file has {room} (truncated?)")
         return _fill(file, np.empty(n_bytes // dtype.itemsize, dtype))
 
-    def _decompressed(self, file: BinaryIO, room: int, dtype: np.dtype[Any]) -> Any:
+    def _decompressed(
+        self, file: BinaryIO, room: int, dtype: np.dtype[Any], most: int | None
+    ) -> Any:
         n, size, last = (int(v) for v in self._numbers(file, 3, room))
         if not n:
             return np.empty(0, dtype)
-        packed = [int(v) for v in self._numbers(file, n, room)]
+        packed = self._numbers(file, n, room)
+        compressed = int(packed.sum(dtype=float))
         total = size * (n - 1) + (last or size)
-        if sum(packed) > room or total > MAX_RATIO * (sum(packed) + 1):
-            raise ValueError(f"it declares {sum(packed)} compressed bytes, the file has {room}")
+        if compressed > room or total > MAX_RATIO * (compressed + 1):
+            raise ValueError(f"it declares {compressed} compressed bytes, the file has {room}")
+        if most is not None and total > most * dtype.itemsize:
+            raise ValueError(
+                f"it declares {total // dtype.itemsize} values, the header of the file {most}"
+            )
         if total % dtype.itemsize:
             raise ValueError(f"{total} bytes are not a whole number of {dtype.name} values")
         out: Any = np.empty(total // dtype.itemsize, dtype)
         view, at = memoryview(out).cast("B"), 0
         for i, length in enumerate(packed):
             want = last if last and i == n - 1 else size
-            block = self._decompress(file.read(length), want) if self._decompress else b""
+            block = self._decompress(file.read(int(length)), want) if self._decompress else b""
             if len(block) != want:
                 raise ValueError(f"compressed block {i} yields {len(block)} of {want} bytes")
             view[at : at + want] = block

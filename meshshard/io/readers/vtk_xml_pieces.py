@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
@@ -28,38 +29,57 @@ from meshshard.mesh.ragged import no_rows
 __all__ = ["read_xml"]
 
 Element = ElementTree.Element
-MAX_DEPTH = 16  # of files that refer to files; more are taken for a circle
+MAX_DEPTH = 16  # of files that refer to files, and of blocks in blocks
 IMAGE = {"Origin": "0 0 0", "Spacing": "1 1 1", "Direction": "1 0 0 0 1 0 0 0 1"}
 COMPOSITE = ("vtkMultiBlockDataSet", "vtkPartitionedDataSetCollection", "vtkPartitionedDataSet")
 
 
-def read_xml(path: Path, time: float | None = None, depth: int = 0) -> list[Dataset]:
+def read_xml(path: Path, time: float | None = None) -> list[Dataset]:
     """All data sets of a VTK XML file and of the files it refers to, in order.
 
     Args:
         path: .vtp .vtu .vts .vtr .vti, their parallel forms, .vtm .vtpc or .pvd.
         time: the time step to read from a .pvd.
-        depth: number of files that referred to this one.
 
     Raises:
-        ReadError: data are missing, damaged or of an unknown kind.
+        ReadError: data are missing, damaged or of an unknown kind, or a file refers to one outside
+            its folder or to one that has been read before.
     """
+    folders = {path.parent.resolve()}
+    if path.is_symlink():
+        folders.add((path.parent / path.readlink()).parent.resolve())
+    return _read(path, time, _Opened(folders, {_identity(path)}), 0)
+
+
+class _Opened(NamedTuple):
+    """Folders in which files may be opened, and the files that have been read."""
+
+    folders: Collection[Path]
+    files: set[tuple[int, int]]
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _read(path: Path, time: float | None, opened: _Opened, depth: int) -> list[Dataset]:
     if depth > MAX_DEPTH:
-        raise ReadError(f"{path}: files that refer to each other in a circle")
+        raise ReadError(f"{path}: more than {MAX_DEPTH} files that refer to each other")
     file = XmlFile(path)
     kind = file.root.get("type", "")
     body = next((child for child in file.root if child.tag == kind), None)
     if body is None:
         raise ReadError(f"{path}: the element <{kind}> is missing")
     if kind in COMPOSITE:
-        return list(_blocks(body, path, depth, ()))
+        return list(_blocks(body, path, opened, depth, ()))
     if kind == "Collection":
-        return _step(body, path, depth, time)
+        return _step(body, path, opened, depth, time)
     if kind.startswith("P") and body.find("Piece[@Source]") is not None:
         return [
             dataset
             for piece in body.findall("Piece")
-            for dataset in _follow(piece.get("Source"), path, depth)
+            for dataset in _follow(piece.get("Source"), path, opened, depth)
         ]
     read_piece = _KINDS.get(kind)
     if read_piece is None:
@@ -70,18 +90,32 @@ def read_xml(path: Path, time: float | None = None, depth: int = 0) -> list[Data
     return [read_piece(file, body, piece) for piece in body.findall("Piece")]
 
 
-def _follow(name: str | None, path: Path, depth: int) -> list[Dataset]:
-    """The data sets of a file that another one refers to."""
+def _follow(name: str | None, path: Path, opened: _Opened, depth: int) -> list[Dataset]:
+    """The data sets of a file that another one refers to.
+
+    Each file is read once, so that the number of reads is bounded by what the files say, and not by
+    what they multiply. Files outside the folder of the first one are not opened: it may come from
+    someone who is not to learn what they hold.
+    """
     target = path.parent / (name or "")
-    if not name or not target.is_file():
-        raise ReadError(f"{path}: refers to '{name}', which does not exist; copy it there")
+    if not name or "\0" in name or not target.is_file():
+        raise ReadError(f"{path}: refers to '{name}', which is no file; copy it there")
+    if not any(target.resolve().is_relative_to(folder) for folder in opened.folders):
+        raise ReadError(f"{path}: refers to '{name}' outside its folder; copy it there")
     if target.stat().st_size == 0:
         raise ReadError(f"{path}: refers to '{name}', which is an empty file (0 bytes)")
-    return read_xml(target, depth=depth + 1)
+    if _identity(target) in opened.files:
+        raise ReadError(f"{path}: refers to '{name}', which has been read before (a circle?)")
+    opened.files.add(_identity(target))
+    return _read(target, None, opened, depth + 1)
 
 
-def _blocks(element: Element, path: Path, depth: int, above: Sequence[str]) -> Iterator[Dataset]:
+def _blocks(
+    element: Element, path: Path, opened: _Opened, depth: int, above: Sequence[str]
+) -> Iterator[Dataset]:
     """The data sets in a block; a DataSet element without a file is an empty block."""
+    if len(above) > MAX_DEPTH:
+        raise ReadError(f"{path}: more than {MAX_DEPTH} blocks in each other")
     for child in element:
         name = child.get("name") or child.get("index") or ""
         if child.tag == "DataSet" and child.get("file"):
@@ -89,14 +123,16 @@ def _blocks(element: Element, path: Path, depth: int, above: Sequence[str]) -> I
             names: Sequence[str] = (
                 above if element.tag in ("Partitions", "Piece") else (*above, name)
             )
-            for dataset in _follow(child.get("file"), path, depth):
+            for dataset in _follow(child.get("file"), path, opened, depth):
                 inner = (*names, dataset.block) if dataset.block else names
                 yield replace(dataset, block="/".join(inner))
         elif child.tag in ("Block", "Piece", "Partitions"):
-            yield from _blocks(child, path, depth, (*above, name))
+            yield from _blocks(child, path, opened, depth, (*above, name))
 
 
-def _step(body: Element, path: Path, depth: int, time: float | None) -> list[Dataset]:
+def _step(
+    body: Element, path: Path, opened: _Opened, depth: int, time: float | None
+) -> list[Dataset]:
     """One time step of a collection: the given one, or the only one."""
     entries = [(_number(d.get("timestep", "0"), path), d.get("file")) for d in body]
     times = sorted({t for t, _ in entries})
@@ -106,7 +142,8 @@ def _step(body: Element, path: Path, depth: int, time: float | None) -> list[Dat
     wanted = times[0] if time is None and times else time
     if wanted not in times:
         raise ReadError(f"{path}: has no time {wanted}; it has {listed or 'none'}")
-    return [dataset for t, name in entries if t == wanted for dataset in _follow(name, path, depth)]
+    files = (name for t, name in entries if t == wanted)
+    return [dataset for name in files for dataset in _follow(name, path, opened, depth)]
 
 
 def _number(text: str, path: Path) -> float:
@@ -186,14 +223,14 @@ def _ragged(
     """Values and (n + 1,) int64 offsets of a ragged array."""
     if not n:
         return no_rows()
-    ends = file.values(_array(file, section, offsets), None)
+    ends = file.values(_array(file, section, offsets), most=n + 1)
     if len(ends) == n + 1 and ends[0] == 0:
         ends = ends[1:]  # some writers store the leading zero
     if len(ends) != n:
         raise ReadError(f"{file.path}: {len(ends)} {offsets}, but the header declares {n} cells")
     out = np.zeros(n + 1, np.int64)
     out[1:] = ends
-    return file.values(_array(file, section, values)), out
+    return file.values(_array(file, section, values), most=max(0, int(out[-1]))), out
 
 
 def _faces(file: XmlFile, cells: Element | None, n_cells: int) -> Faces | None:
@@ -204,7 +241,8 @@ def _faces(file: XmlFile, cells: Element | None, n_cells: int) -> Faces | None:
     if "faces" not in names or "faceoffsets" not in names:
         return None
     ends = file.values(names["faceoffsets"], n_cells).astype(np.int64)
-    stream = file.values(names["faces"]).astype(np.int64)
+    length = max(0, int(ends.max(initial=0)))
+    stream = file.values(names["faces"], most=length).astype(np.int64)
     return faces_of_stream(stream, ends, str(file.path))
 
 
@@ -212,13 +250,15 @@ def _new_faces(file: XmlFile, names: Mapping[str | None, Element], n_cells: int)
     missing = {"face_offsets", "polyhedron_to_faces", "polyhedron_offsets"} - set(names)
     if missing:
         raise ReadError(f"{file.path}: the face array '{min(missing)}' is missing")
-    of = file.values(names["polyhedron_to_faces"]).astype(np.int64)
-    if not len(of):
-        return None
     per_cell = np.zeros(n_cells + 1, np.int64)
     per_cell[1:] = file.values(names["polyhedron_offsets"], n_cells)
-    offsets = np.append(0, file.values(names["face_offsets"]).astype(np.int64))
-    ids = file.values(names["face_connectivity"])
+    n_listed = max(0, int(per_cell[-1]))
+    of = file.values(names["polyhedron_to_faces"], most=n_listed).astype(np.int64)
+    if not len(of):
+        return None
+    most = max(int(of.max()) + 1, file.size)  # not all faces need belong to a cell
+    offsets = np.append(0, file.values(names["face_offsets"], most=most).astype(np.int64))
+    ids = file.values(names["face_connectivity"], most=max(0, int(offsets[-1])))
     return listed_faces(of, per_cell, offsets, ids, str(file.path))
 
 
