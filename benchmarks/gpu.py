@@ -71,7 +71,7 @@ def database(device: str, share: int) -> dict[str, int]:
     counts: Counter[str] = Counter()
     suite = SUITES["operations"]
     for op in suite.entries()[::share]:
-        if verdict := judge(suite.name(op), suite.calls(op, 2)):
+        if verdict := judge(suite, op, 2):
             counts[verdict.word] += 1
             if verdict.word in ("wrong", "diverged", "error"):
                 print(f"{verdict.name}: {verdict.word} {verdict.examples[verdict.word]}")

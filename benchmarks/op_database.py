@@ -50,7 +50,7 @@ def verdict(job: Job) -> Verdict | None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     entry = suite.entries()[job.number]
-    return judge(suite.name(entry), suite.calls(entry, job.samples), job.seconds)
+    return judge(suite, entry, job.samples, job.seconds)
 
 
 def main() -> None:

@@ -151,6 +151,20 @@ def calls(op: Any, samples: int | None = None) -> Iterator[Call]:
             yield replace(call, label=f"sample {number}, {call.label}")
 
 
+def calls_of_errors(op: Any, samples: int | None = None) -> Iterator[Call]:
+    """Calls that PyTorch refuses, by its own list of wrong arguments."""
+    given = list(op.error_inputs(DEVICE))[:samples] if op.error_inputs_func else []
+    for number, sample in enumerate(error.sample_input for error in given):
+        leaves, spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
+        tensors = [a for a in leaves if isinstance(a, torch.Tensor)]
+        if all(a.layout == torch.strided and a.device.type == DEVICE for a in tensors):
+            for name, dims in shardings(leaves):
+                first, dim = next(iter(dims.items()))
+                sizes = cut(leaves[first].shape[dim], SPLITS[0])
+                label = f"error {number}, {name}, sizes {sizes}"
+                yield Call(op.op, leaves, spec, dims, label, sizes=sizes)
+
+
 def calls_with_out(op: Any, samples: int | None = None) -> Iterator[Call]:
     """Calls with `out=` tensors that are sharded as the result."""
     for number, sample in enumerate(samples_of(op, samples, grad=False) if op.supports_out else ()):

@@ -7,7 +7,7 @@ compared. Used by test_op_database.py and benchmarks/op_database.py.
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from op_calls import (
     DEVICE,
     Call,
     calls,
+    calls_of_errors,
     calls_of_module,
     calls_with_out,
     full_name,
@@ -28,27 +29,6 @@ from torch.utils._pytree import tree_flatten
 from meshshard.tensor import ShardTensor, shard
 
 RANKS = 3
-
-
-class Suite(NamedTuple):
-    """One database.
-
-    Attributes:
-        entries: returns its entries.
-        name: of an entry.
-        calls: of an entry, by its first samples.
-    """
-
-    entries: Callable[[], list[Any]]
-    name: Callable[[Any], str]
-    calls: Callable[[Any, int | None], Iterator[Call]]
-
-
-SUITES = {
-    "operations": Suite(operations, full_name, calls),
-    "operations with out=": Suite(operations, full_name, calls_with_out),
-    "modules": Suite(modules, lambda info: info.name, calls_of_module),
-}
 
 
 def fresh(a: Any) -> Any:
@@ -86,14 +66,19 @@ def serial(call: Call) -> tuple[list[Any], Any, list[Any]]:
     return values, spec, grads
 
 
-def of_rank(domain: Any, call: Call, values: list[Any], spec: Any, grads: list[Any]) -> str:
-    """Run a call on one rank; what differs from serial, empty where nothing does."""
-    leaves = [
+def sharded_leaves(domain: Any, call: Call) -> list[Any]:
+    """Fresh copies of the leaves, sharded as the call says."""
+    return [
         shard(fresh(a).detach(), domain, call.sizes, dim=call.dims[i])
         if i in call.dims
         else fresh(a)
         for i, a in enumerate(call.leaves)
     ]
+
+
+def of_rank(domain: Any, call: Call, values: list[Any], spec: Any, grads: list[Any]) -> str:
+    """Run a call on one rank; what differs from serial, empty where nothing does."""
+    leaves = sharded_leaves(domain, call)
     for i in call.dims:
         if call.leaves[i].requires_grad:
             leaves[i].requires_grad_()
@@ -150,6 +135,47 @@ def outcome(call: Call) -> Outcome | None:
     return worst(on_ranks(RANKS, lambda domain: of_rank(domain, call, *want), DEVICE))
 
 
+def outcome_of_error(call: Call) -> Outcome | None:
+    """What became of a call that serial PyTorch refuses: exact if every rank raises."""
+    try:
+        call([fresh(a) for a in call.leaves])
+    except Exception as error:
+        serial_error = type(error).__name__
+        found = on_ranks(RANKS, lambda domain: str(call(sharded_leaves(domain, call))), DEVICE)
+    else:
+        return None
+    internal = {"AttributeError", "AssertionError", "KeyError", "UnboundLocalError"}
+    for rank in found:
+        kind = rank.why.partition(":")[0]
+        if rank.kind == "wrong" or kind in internal - {serial_error}:
+            return rank._replace(why=f"accepted: {rank.why}" if rank.kind == "wrong" else rank.why)
+    return Outcome("refused" if {rank.kind for rank in found} == {"refused"} else "exact")
+
+
+class Suite(NamedTuple):
+    """One database.
+
+    Attributes:
+        entries: returns its entries.
+        name: of an entry.
+        calls: of an entry, by its first samples.
+        outcome: of a call.
+    """
+
+    entries: Callable[[], list[Any]]
+    name: Callable[[Any], str]
+    calls: Callable[[Any, int | None], Iterator[Call]]
+    outcome: Callable[[Call], Outcome | None] = outcome
+
+
+SUITES = {
+    "operations": Suite(operations, full_name, calls),
+    "operations with out=": Suite(operations, full_name, calls_with_out),
+    "wrong arguments": Suite(operations, full_name, calls_of_errors, outcome_of_error),
+    "modules": Suite(modules, lambda info: info.name, calls_of_module),
+}
+
+
 @dataclass
 class Verdict:
     """Of one operation.
@@ -176,24 +202,27 @@ class Verdict:
         return "partly" if self.counts.get("exact") else "refused"
 
 
-def judge(name: str, calls: Iterable[Call], seconds: float = math.inf) -> Verdict | None:
+def judge(
+    suite: Suite, entry: Any, samples: int | None = None, seconds: float = math.inf
+) -> Verdict | None:
     """The verdict on an operation by its calls; None where it has nothing to shard.
 
     Args:
-        name: of the operation.
-        calls: of the operation.
+        suite: a database.
+        entry: one of its entries.
+        samples: how many of its samples are taken; None for all.
         seconds: after which no further call is made.
     """
     counts: dict[str, int] = {}
     examples: dict[str, str] = {}
     end, complete = time.monotonic() + seconds, True
-    for call in calls:
+    for call in suite.calls(entry, samples):
         if time.monotonic() > end:
             complete = False
             break
-        found = outcome(call)
+        found = suite.outcome(call)
         if found is None:
             continue
         counts[found.kind] = counts.get(found.kind, 0) + 1
         examples.setdefault(found.kind, f"{call.label}: {found.why}"[:400])
-    return Verdict(name, counts, examples, complete) if counts else None
+    return Verdict(suite.name(entry), counts, examples, complete) if counts else None

@@ -28,7 +28,7 @@ def test_every_call_is_exact_or_refused(suite):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for entry in found.entries()[part::PARTS]:
-            verdict = judge(found.name(entry), found.calls(entry, SAMPLES))
+            verdict = judge(found, entry, SAMPLES)
             if verdict and verdict.word not in ("exact", "partly", "refused"):
                 bad[verdict.name] = verdict.examples[verdict.word]
     assert not bad, f"part {part} of {PARTS}"

@@ -258,7 +258,10 @@ REFUSED = {
         lambda x: torch._foreach_add_([torch.zeros(2), x], [torch.zeros(2), torch.zeros(ROWS, 5)]),
         "the tensors at one position of the lists must all be sharded",
     ),
-    "jvp": (lambda x: torch.func.jvp(torch.sin, (x,), (x,)), "torch.func would take the owned rows"),
+    "jvp": (
+        lambda x: torch.func.jvp(torch.sin, (x,), (x,)),
+        "torch.func would take",
+    ),
 }
 
 

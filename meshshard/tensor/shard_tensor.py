@@ -196,13 +196,16 @@ def _into_out(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a rule and copy the result into `out`, which must be as the result.
 
     Raises:
-        NoShardRule: `out` has another shape or sharding, or is plain where the result is sharded.
-        RuntimeError: autograd records the function, or the dtype does not fit, as in torch.
+        NoShardRule: `out` has another dtype, shape or sharding, or is plain where the result is
+            sharded, or the arguments are plain.
+        RuntimeError: autograd records the function, as in torch.
     """
     rest = {name: value for name, value in kwargs.items() if name != "out"}
-    result = rule(*args, **rest)
     if kwargs["out"] is None:
-        return result
+        return rule(*args, **rest)
+    if not sharded_in([*args, *rest.values()]):
+        raise refuse(func, args, kwargs, "out= is sharded, the arguments are not")
+    result = rule(*args, **rest)
     many = isinstance(result, (tuple, list))
     results, outs = (result, kwargs["out"]) if many else ((result,), (kwargs["out"],))
     for found, out in zip(results, outs, strict=True):
@@ -211,12 +214,8 @@ def _into_out(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 f"{name_of(func)}(): functions with out=... arguments don't support automatic "
                 "differentiation, but one of the arguments requires grad."
             )
-        if not torch.can_cast(found.dtype, out.dtype):
-            raise RuntimeError(
-                f"result type {found.dtype} can't be cast to the desired output type {out.dtype}"
-            )
         if not _same_layout(found, out):
-            why = "out= has another shape or sharding than the result: assign the result"
+            why = "out= has another dtype, shape or sharding than the result: assign the result"
             raise refuse(func, (*args, out), rest, why)
     for found, out in zip(results, outs, strict=True):
         with native():
@@ -225,7 +224,9 @@ def _into_out(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _same_layout(x: Any, y: Any) -> bool:
-    """Whether two tensors have the same shape, and the same sharding or none."""
+    """Whether two tensors have the same dtype and shape, and the same sharding or none."""
+    if x.dtype != y.dtype:
+        return False
     if type(x) is not ShardTensor or type(y) is not ShardTensor:
         return type(x) is not ShardTensor and type(y) is not ShardTensor and x.shape == y.shape
     return x._dim == y._dim and x._sharding == y._sharding and x.shape == y.shape

@@ -70,6 +70,8 @@ def _off_grid(func: Callable[..., Any], n: int, channels: str) -> Rule:
         )
         if bias is None or not adds:
             return one_group(x, weight, bias, *options, **kwargs)
+        if bias.dtype != weight.dtype:
+            raise RuntimeError(f"weight {weight.dtype} and bias {bias.dtype} should be the same")
         product = one_group(x, weight, None, *options, **kwargs)
         return plus_bias(product, bias.view(-1, *[1] * n))
 

@@ -119,6 +119,10 @@ def multinomial(x: Any, num_samples: int, replacement: bool = False, **kwargs: A
     """
     default_only(torch.multinomial, x, kwargs)
     with torch.no_grad():
+        if not x.is_floating_point():
+            raise RuntimeError(f"multinomial only supports floating-point dtypes, got {x.dtype}")
+        if num_samples <= 0:
+            raise RuntimeError("cannot sample n_sample <= 0 samples")
         if not replacement and num_samples > x.shape[-1]:
             raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples")
         if not bool((torch.isfinite(x) & (x >= 0)).all()):
@@ -149,6 +153,8 @@ def rrelu(
     inplace: bool = False, **_: Any,
 ) -> Any:  # fmt: skip
     """F.rrelu: negative numbers times a random slope, in training."""
+    if lower > upper:
+        raise RuntimeError("Lower bound should be less than or equal to the upper bound")
     if training:
         with native():
             slopes = (uniform_numbers(x) * (upper - lower) + lower).to(x.dtype)

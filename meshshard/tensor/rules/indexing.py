@@ -317,11 +317,16 @@ def masked_select(x: Any, mask: Any) -> ShardTensor:
     return wrap(local, Sharding(domain, domain.share(len(local))), 0)
 
 
-def narrow(x: ShardTensor, dim: int, start: int, length: int) -> ShardTensor:
+def narrow(x: ShardTensor, dim: int, start: Any, length: int) -> ShardTensor:
     """torch.narrow."""
     dim = normalize_dim(dim, ndim_of(x))
     total = global_shape(x)[dim]
-    start = int(start)
+    if isinstance(start, Tensor):
+        if start.ndim or type(start.item()) is not int:
+            raise RuntimeError("start must be a 0-dim integral tensor.")
+        start = int(start)
+    if length < 0:
+        raise RuntimeError("narrow(): length must be non-negative.")
     if not -total <= start <= total:
         raise IndexError(f"start out of range (expected {-total} to {total}, got {start})")
     start += total * (start < 0)

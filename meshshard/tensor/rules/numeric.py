@@ -195,6 +195,9 @@ def cov(x: Sharded, *, correction: int = 1, fweights: Any = None, aweights: Any 
     if fweights is None and aweights is None:
         average, factor, weighted = x.mean(1, keepdim=True), max(n - correction, 0), None
     else:
+        for name, a in (("fweights", fweights), ("aweights", aweights)):
+            if a is not None:
+                _check_weights(name, a, n)
         fweights, aweights = (
             None if a is None else _fit(a, torch.select(x, 0, 0)) for a in (fweights, aweights)
         )
@@ -207,6 +210,19 @@ def cov(x: Sharded, *, correction: int = 1, fweights: Any = None, aweights: Any 
     x = x - average
     other = x if weighted is None else x * weighted
     return (torch.mm(x, other.t().conj()) / factor).squeeze()
+
+
+def _check_weights(name: str, weights: Any, n: int) -> None:
+    """Raise as torch does if these are no weights of n observations."""
+    kind = "integral" if name == "fweights" else "floating point"
+    if weights.ndim > 1:
+        raise RuntimeError(f"cov(): expected {name} to have one or fewer dimensions")
+    if weights.is_floating_point() != (name == "aweights"):
+        raise RuntimeError(f"cov(): expected {name} to have {kind} dtype, got {weights.dtype}")
+    if weights.numel() != n:
+        raise RuntimeError(f"cov(): expected {n} {name}, one an observation, got {weights.numel()}")
+    if bool((weights < 0).any()):
+        raise RuntimeError(f"cov(): {name} cannot be negative")
 
 
 def corrcoef(x: Sharded) -> Any:

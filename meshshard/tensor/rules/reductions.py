@@ -32,7 +32,10 @@ def _dims(x: Sharded, dim: Dims) -> tuple[int, ...]:
     ndim = ndim_of(x)
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return tuple(range(ndim))
-    return tuple(normalize_dim(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
+    dims = tuple(normalize_dim(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
+    if len(set(dims)) < len(dims):
+        raise RuntimeError(f"a dim appears multiple times in the list of dims {dim}")
+    return dims
 
 
 def _remaining_dim(x: Sharded, dims: tuple[int, ...], keepdim: bool) -> int:
@@ -80,9 +83,12 @@ def mean(x: Sharded, dim: Dims = None, keepdim: bool = False, *, dtype: Any = No
     if dim is None and dtype is None and not keepdim:  # the common case, with the least overhead
         with native():
             local, shape = x.sum(), x.shape
-        if local.dtype not in HALF:
+        if local.dtype not in HALF and local.is_floating_point():
             width = math.prod(shape[: x._dim]) * math.prod(shape[x._dim + 1 :])
             return x._sharding.domain.all_reduce(local) / (width * x._sharding.total)
+    kept = dtype or x.dtype
+    if not (kept.is_floating_point or kept.is_complex):
+        raise RuntimeError(f"mean(): expected a floating point or complex dtype, got {kept}")
     dims = _dims(x, dim)
     if x._dim not in dims:
         return _local(torch.mean, x, dims, keepdim, dtype=dtype)

@@ -131,8 +131,9 @@ def _index_rule(func: Callable[..., Any]) -> Rule:
         index = index if ndim_of(index) else index.reshape(1)
         index = checked(index, x.shape[dim], negative=func is Tensor.index_fill)
         tensor = isinstance(source, Tensor) and ndim_of(source) > 0
-        if tensor and source.shape[dim] != index.shape[0]:
-            raise IndexError(f"{func.__name__}: expected a source with a row for each number")
+        shape = torch.Size((*x.shape[:dim], len(index), *x.shape[dim + 1 :]))
+        if tensor and source.shape != shape:
+            raise RuntimeError(f"{func.__name__}: expected source {shape}, got {source.shape}")
         if dim != x._dim:
             rows = index.gather() if type(index) is ShardTensor else index
             source = as_layout(source, x) if tensor else source

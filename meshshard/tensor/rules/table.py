@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from meshshard.tensor._torch_private import NN, ORIGINALS, native
 from meshshard.tensor.layout import as_layout
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, name_of, refuse, wrap
 from meshshard.tensor.sharding import Sharding
 
+CHECKED = """
+cross diff linear_cross_entropy multinomial roll scatter_add scatter_add_
+"""
 HOMES = (torch, Tensor, F, torch.functional, torch.linalg, torch.special, NN, ORIGINALS)
 
 
@@ -94,7 +99,28 @@ def one_table(families: Iterable[Mapping[Any, Rule]]) -> dict[Any, Rule]:
         if twice := table.keys() & family.keys():
             raise ValueError(f"{sorted(map(name_of, twice))} have a rule in two families")
         table.update(family)
+    table |= {f: _checked(f, table[f]) for f in functions_named(CHECKED)}
     return {f: _not_of_moved(f, rule) if is_in_place(f) else rule for f, rule in table.items()}
+
+
+def _checked(func: Any, rule: Rule) -> Rule:
+    """The rule of a function after torch has checked its arguments, on tensors without data.
+
+    The rule itself may accept what torch does not, or notice it on some ranks only.
+    """
+
+    def _rule(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):  # which changes types, but not of these tensors
+            given = tree_map_only(Tensor, _without_data, (args, kwargs))
+            with native(), torch.no_grad(), contextlib.suppress(NotImplementedError):
+                func(*given[0], **given[1])
+        return rule(*args, **kwargs)
+
+    return _rule
+
+
+def _without_data(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 def is_in_place(func: Any) -> bool:
