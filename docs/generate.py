@@ -20,6 +20,7 @@ import re
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PROBES, OPERATORS = "probe_matrix.json", "op_database.json"  # long tables, on separate pages
@@ -344,29 +345,35 @@ def operators_page(results: Path) -> str:
         "`benchmarks/op_database.py` takes the samples that PyTorch tests its own operations with, "
         "shards them in every way (each dim; the first input, all inputs of that size, each other "
         "input) over three ranks with uneven and empty shards, and compares values, dtypes, shapes "
-        f"and all gradients with one process: here the first {found['samples']} samples of each. "
-        "Of random operations, and of attention with dropout, only shapes and dtypes are compared. "
-        "Functions, methods, in-place variants and inputs with "
-        "unusual strides are called.\n\n"
+        f"and all gradients with one process: here {samples_of(found)}. "
+        "Where numbers are drawn (random operations, dropout), only shapes and dtypes are "
+        "compared. Functions, methods, in-place variants and inputs with unusual strides are "
+        "called.\n\n"
         "- **exact**: equal in all calls.\n"
         "- **partly**: exact in some calls, in the others refused by name on every rank.\n"
-        "- **refused**: `NoShardRule` in all calls.\n"
+        "- **refused**: `NoShardRule` in all calls.\n\n"
+        "*Wrong arguments* are calls that one process refuses. There *exact* means that every rank "
+        "raises, and no other outcome than *exact* or *refused* is right.\n"
     )
-    suites = {name: verdicts for name, verdicts in found.items() if isinstance(verdicts, list)}
+    suites = {name: as_list(verdicts) for name, verdicts in found.items() if as_list(verdicts)}
     kinds = ("exact", "partly", "refused", "wrong", "diverged", "error")
     rows = []
     for suite, verdicts in suites.items():
         words = [word_of(v["counts"]) for v in verdicts]
-        rows.append({"suite": suite, "all": len(words)} | {k: words.count(k) for k in kinds})
+        calls = sum(sum(v["counts"].values()) for v in verdicts)
+        counts = {k: words.count(k) for k in kinds}
+        rows.append({"suite": suite, "entries": len(words), "calls": calls} | counts)
     text += table(list(rows[0]), rows)
     first = rows[0]
+    some = first["exact"] + first["partly"]
     text += (
-        f"\n{100 * first['exact'] / first['all']:.0f} % of the operations are exact in all "
-        f"shardings, {100 * (first['exact'] + first['partly']) / first['all']:.0f} % in at least "
-        "one. For comparison, DTensor passes 522 of 677 operations (77 %) by the list of expected "
+        f"\n{100 * first['exact'] / first['entries']:.0f} % of the operations are exact in all "
+        f"shardings, {100 * some / first['entries']:.0f} % in at least one. For comparison, DTensor passes 522 of 677 operations (77 %) by the list of expected "
         "failures in PyTorch 2.13's own tests, on even shards, without comparing gradients.\n"
     )
     for suite, verdicts in suites.items():
+        if suite == "wrong arguments":
+            continue
         listed = [v for v in verdicts if word_of(v["counts"]) != "exact"]
         text += f"\n## {suite.capitalize()} that are not exact in all shardings\n"
         text += table(["operation", "outcome", "calls", "refused because"], [
@@ -378,6 +385,22 @@ def operators_page(results: Path) -> str:
             for v in listed
         ])  # fmt: skip
     return text
+
+
+def as_list(value: Any) -> list[Any]:
+    """The verdicts of a suite; nothing for the settings of the run."""
+    return value if isinstance(value, list) else []
+
+
+def samples_of(found: dict[str, Any]) -> str:
+    """How many samples of the database were taken."""
+    if found["samples"]:
+        return f"the first {found['samples']} samples of each operation"
+    cut = [v["name"] for k in found for v in as_list(found[k]) if not v["complete"]]
+    if not cut:
+        return "all samples"
+    names = ", ".join(f"`{name}`" for name in cut)
+    return f"all samples, but as many as {found['seconds']:.0f} s allow of {names}"
 
 
 def word_of(counts: dict[str, int]) -> str:
