@@ -12,6 +12,7 @@ import zipfile
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -19,13 +20,17 @@ import pytest
 
 import meshshard
 from meshshard import io
+from meshshard.cli.main import main
 from meshshard.errors import MeshWarning, RenderError
 from meshshard.graph import Graph
 from meshshard.mesh import Mesh
 from meshshard.partitioning.partition import Partition, partition
 from meshshard.viz import Style, Subject, plot_bars, plot_rank_graph, plot_shards, view
+from meshshard.viz.annotations import label_positions
 from meshshard.viz.camera import default_direction
 from meshshard.viz.colors import _TO_LINEAR, _TO_LMS, palette, shard_colors
+from meshshard.viz.scales import scale_of
+from meshshard.viz.scene import scene_of
 
 pytestmark = pytest.mark.slow
 
@@ -166,6 +171,81 @@ def test_a_field_is_drawn_by_name(parts: Partition) -> None:
         plot_shards(parts, field="q")
 
 
+def test_colors_of_a_field_are_those_of_its_bar(parts: Partition) -> None:
+    picture = shot(parts, field="CpMeanTrim", style=replace(BARE, flat=False))
+    body = picture.reshape(-1, 3)[picture.reshape(-1, 3).min(axis=1) < 250].astype(int)
+    table = scale_of(parts.mesh.cell_fields["CpMeanTrim"], "Cp").table().values[:, :3].astype(int)
+    distance = np.abs(body[::50, None] - table).max(axis=2).min(axis=1)
+    assert (distance <= 2).mean() > 0.9  # the others are text, thin edges and their blends
+
+
+@pytest.mark.parametrize(("values", "scale", "ticks", "notes"), [
+    ([0.0, 9.7], ("a", 0.0, 9.7, "viridis"), ["0", "2", "4", "6", "8"], []),
+    ([-1.84, 0.99], ("a", -1.84, 1.84, "coolwarm"), ["-1", "0", "1"], []),
+    ([-0.01, 40.0, np.nan], ("a", -0.01, 40.0, "viridis"), ["0", "10", "20", "30", "40"],
+     ["black: no value"]),
+    ([3.0, 3.0], ("a", 1.5, 4.5, "viridis"), None, []),
+    ([0.0, 2e6], ("a", 0.0, 2e6, "viridis"), ["0", "5e+05", "1e+06", "1.5e+06", "2e+06"], []),
+])  # fmt: skip
+def test_scales(values: list, scale: tuple, ticks: list | None, notes: list) -> None:
+    made = scale_of(np.array(values), "a")
+    assert (made.title, made.low, made.high, made.cmap) == scale
+    assert ticks is None or list(made.ticks().values()) == ticks
+    assert made.notes(np.array(values)) == notes
+
+
+def test_a_range_that_cuts_values_is_said() -> None:
+    values = np.array([-2.0, 0.0, 1.0])
+    scale = scale_of(values, "Cp", unit="-", clim=(-1, 1))
+    assert scale.title == "Cp [-]"
+    assert scale.notes(values) == ["colors end at -1 and 1; values are -2 to 1"]
+    powers = scale_of(values, "e", clim=(1e-8, 1e-2), log=True).ticks()
+    assert list(powers.values()) == ["1e-8", "1e-6", "1e-4", "1e-2"]
+
+
+def test_lines_are_drawn_in_parts() -> None:
+    import pyvista
+
+    turn = np.linspace(0, 12, 400)
+    xyz = np.stack([np.cos(turn), np.sin(turn), turn / 8], 1)
+    parts = partition(io.from_pyvista(pyvista.Spline(xyz, 400)), 8)
+    assert len(colors_in(shot(parts, style=BARE))) == 8
+    assert difference(shot(parts, style=BARE), shot(parts, style=replace(BARE, numbers=True))) > 0
+
+
+def test_every_piece_of_a_shard_has_its_number() -> None:
+    import pyvista
+
+    places = [(i, 0, 0) for i in range(6)]
+    bodies = pyvista.merge([pyvista.Sphere(radius=0.4, center=p) for p in places])
+    mesh = io.from_pyvista(bodies)
+    part = np.round(mesh.centers()[:, 0]).astype(int) // 2
+    parts = partition(mesh, 3, on="cells", method=part)
+    made = plot_shards(parts, style=BARE)
+    texts, positions = label_positions(scene_of(parts.subject(), 0.0, None, BARE).body, made)
+    made.close()
+    assert sorted(texts) == ["0", "0", "1", "1", "2", "2"]
+    assert sorted(np.round(positions[:, 0])) == list(range(6))
+
+
+def test_text_and_lines_grow_with_the_picture(parts: Partition) -> None:
+    small, large = (shot(parts, style=replace(SMALL, size=s)) for s in ((1200, 760), (2400, 1520)))
+    half = large.reshape(760, 2, 1200, 2, 3).mean(axis=(1, 3))
+    assert (np.abs(half - small).max(axis=2) > 60).mean() < 0.01
+
+
+def test_slices_focus_and_zoom() -> None:
+    parts = partition(cube(8), 9)
+    flat = shot(parts, style=replace(BARE, slice="z"))
+    assert 5 <= len(colors_in(flat)) <= 9
+    assert difference(flat, shot(parts, style=replace(BARE, slice="z=0.1"))) > 0.1
+    body = (flat < 250).any(axis=2).mean()
+    small = shot(parts, style=replace(BARE, slice="z", zoom=0.5))
+    assert (small < 250).any(axis=2).mean() < body / 3
+    corner = shot(parts, style=replace(BARE, slice="z", focus=(0, 2, 0, 2, 4, 4)))
+    assert len(colors_in(corner)) < len(colors_in(flat))
+
+
 def test_folder_subject_and_partition_make_the_same_picture(
     mesh: Mesh, parts: Partition, tmp_path: Path
 ) -> None:
@@ -231,8 +311,21 @@ def test_invalid_requests_are_render_errors(mesh: Mesh, parts: Partition, tmp_pa
         plot_shards(mesh)
     with pytest.raises(RenderError, match="shards are 0 to 7"):
         plot_shards(parts, halo=8)
-    with pytest.raises(RenderError, match=r"clip is 'w'; expected one of 'auto'"):
-        plot_shards(parts, style=Style(clip="w"))
+    for style, said in [
+        (Style(clip="w"), r"a plane is 'w'; expected an axis such as 'x', '-x' or 'x=0.5'"),
+        (Style(clip="x=1e"), "a plane is 'x=1e'"),
+        (Style(slice="x"), "boundary_1.vtp: slice= needs a volume"),
+        (Style(focus="body"), "focus is 'body'; expected six numbers"),
+        (Style(cmap="rainbows"), "there is no color map 'rainbows'"),
+        (Style(clim=(1.0, 1.0)), "expected two rising numbers"),
+    ]:
+        with pytest.raises(RenderError, match=said):
+            plot_shards(parts, field="CpMeanTrim", style=style)
+    solid = partition(cube(4), 2)
+    with pytest.raises(RenderError, match="no cell is at x = 9"):
+        plot_shards(solid, style=Style(slice="x=9"))
+    with pytest.raises(RenderError, match="halo= cannot be drawn on a slice"):
+        plot_shards(solid, halo=0, style=Style(slice="x"))
 
 
 # ------------------------------------------------------------------------------------------ charts
@@ -284,10 +377,32 @@ def test_view_writes_a_picture_and_a_page(parts: Partition, tmp_path: Path) -> N
     assert "vtkPolyData" in json.dumps(json.loads(text))
 
 
+def test_the_command_line_has_the_options_of_a_style(parts: Partition, tmp_path: Path) -> None:
+    folder, png = parts.save(tmp_path / "s.shards"), tmp_path / "a.png"
+    words = "--field CpMeanTrim --cmap PuOr --clim=-1,1 --unit - --view=0,-1,0 --zoom 2 --clip none"
+    more = "--focus 0,1,0,1,0,1 --size 500x300"
+    assert main(["view", str(folder), "--png", str(png), *f"{words} {more}".split()]) == 0
+    import pyvista
+
+    assert pyvista.read(png).dimensions[:2] == (500, 300)
+
+
+@pytest.mark.parametrize(("option", "said"), [
+    ("--clim=1", "'1'; expected 2 numbers"), ("--view=a,b,c", "expected 3 numbers"),
+    ("--focus=1,2,3,4,5,nan", "expected 6 numbers"), ("--zoom=0", "expected a positive number"),
+    ("--size=1e9x3", "expected pixels such as 1200x760"),
+])  # fmt: skip
+def test_options_of_a_style_are_checked(option: str, said: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["view", "x.shards", "--png", "a.png", option])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_page_of_a_field_has_its_color_scale(parts: Partition, tmp_path: Path) -> None:
     view(parts, html=tmp_path / "a.html", field="pMeanTrim")
     page = (tmp_path / "a.html").read_text()
-    assert "color: pMeanTrim" in page
+    assert "pMeanTrim" in page
     assert page.count('<i style="background: rgb(') == 9
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 from meshshard.cli.output import add_output_options, fail, print_warnings
@@ -20,7 +22,24 @@ def add_view(commands: Any) -> None:
     p.add_argument("--show", action="store_true", help="open a window")
     p.add_argument("--explode", type=float, default=0.0, metavar="G", help="move shards apart [0]")
     p.add_argument("--field", metavar="NAME", help="color by a field instead of by shard")
+    _add_style(p)
     add_output_options(p)
+
+
+def _add_style(p: argparse.ArgumentParser) -> None:
+    """Options of `viz.Style`; a value that starts with a minus sign needs `=`."""
+    add = p.add_argument
+    add("--cmap", default="", metavar="MAP", help="color map of matplotlib")
+    add("--clim", type=_numbers(2), metavar="A,B", help="values of the first and last color")
+    add("--unit", default="", help="unit of the field, for the color bar")
+    add("--view", type=_numbers(3), metavar="X,Y,Z", help="direction to the eye, as --view=-1,0,1")
+    add("--zoom", type=_positive, default=1.0, metavar="F", help="magnification [1]")
+    add("--focus", type=_focus, default="auto", metavar="X0,X1,Y0,Y1,Z0,Z1",
+        help="box that fills the picture; all; auto: where a volume is densest [auto]")  # fmt: skip
+    add("--clip", default="auto", metavar="PLANE",
+        help="keep what is below x or y=0.5, or above: --clip=-x; none; [auto]")  # fmt: skip
+    add("--slice", default="", metavar="PLANE", help="draw the plane x or y=0.5 of a volume")
+    add("--size", type=_size, default=(1200, 760), metavar="WxH", help="pixels [1200x760]")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -28,9 +47,47 @@ def _run(args: argparse.Namespace) -> int:
 
     if not (args.png or args.html or args.show):
         return fail("give an output: --png FILE, --html FILE or --show", 2)
+    style = viz.Style(
+        size=args.size, direction=args.view, clip="" if args.clip == "none" else args.clip,
+        slice=args.slice, focus=args.focus, zoom=args.zoom, cmap=args.cmap, clim=args.clim,
+        unit=args.unit,
+    )  # fmt: skip
     with print_warnings():
         viz.view(args.folder, png=args.png, html=args.html, show=args.show,
-                 explode=args.explode, field=args.field)  # fmt: skip
+                 explode=args.explode, field=args.field, style=style)  # fmt: skip
     if not args.quiet:
         print("\n".join(f"{path}: written" for path in (args.png, args.html) if path))
     return 0
+
+
+def _numbers(n: int) -> Callable[[str], tuple[float, ...]]:
+    """A reader of n numbers with commas between them."""
+
+    def read(text: str) -> tuple[float, ...]:
+        try:
+            values = tuple(float(word) for word in text.split(","))
+        except ValueError:
+            values = ()
+        if len(values) != n or not all(map(isfinite, values)):
+            raise argparse.ArgumentTypeError(f"{text!r}; expected {n} numbers such as 0,1.5,-2")
+        return values
+
+    return read
+
+
+def _positive(text: str) -> float:
+    (value,) = _numbers(1)(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a positive number")
+    return value
+
+
+def _focus(text: str) -> str | tuple[float, ...]:
+    return {"auto": "auto", "all": ""}[text] if text in ("auto", "all") else _numbers(6)(text)
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal() and 99 < min(int(width), int(height)) < 20000):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected pixels such as 1200x760")
+    return int(width), int(height)

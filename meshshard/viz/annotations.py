@@ -8,42 +8,134 @@ import numpy as np
 
 from meshshard.mesh import Array
 from meshshard.viz.colors import INK
-from meshshard.viz.drawing import Drawing
-from meshshard.viz.rendering import plotter, point_size
+from meshshard.viz.drawing import Drawing, pieces_of
+from meshshard.viz.rendering import LINE, enlargement, panel_size, plotter, point_size
+from meshshard.viz.scales import Scale
 
 __all__ = [
+    "add_bar",
     "add_label_plates",
     "add_labels",
     "add_legend",
+    "add_text",
     "add_title",
     "label_positions",
     "legend_columns",
 ]
 
-ROW = 24.0  # pixels for a row of the legend
+ROW = 24.0  # pixels for a row of the legend, in a picture of 1200 x 760 pixels
 
 
 def add_title(made: Any, title: str, notes: list[str]) -> None:
     """Write the title at the top left of a plotter, and the notes below it in smaller type."""
-    width, height = made.window_size
-    top = height - 14
+    width, height = panel_size(made)
+    scale = enlargement(made.window_size)
+    top = height - 14 * scale
     for text, size in [(title, 18), *((note, 14) for note in notes)]:
-        top -= size + 6
-        _add_text(made, text, (18 / width, top / height), size)
+        top -= (size + 6) * scale
+        add_text(made, text, (18 * scale / width, top / height), size)
 
 
-def _add_text(made: Any, text: str, position: tuple[float, float], size: int) -> None:
-    """Write text of a size in pixels; its lower left corner is in fractions of the window."""
+def add_text(
+    made: Any, text: str, position: tuple[float, float], size: float, *, align: str = "left"
+) -> None:
+    """Write text at a position in fractions of the panel.
+
+    Args:
+        made: the plotter.
+        text: a line.
+        position: the lower end that `align` names.
+        size: in pixels, in a picture of 1200 x 760 pixels.
+        align: "left", "center" or "right".
+    """
     made.add_text(
-        text, position=position, viewport=True, font_size=size / 2, font="arial", color=INK
+        text.replace("|", "¦").replace("$", "\\$"),  # VTK takes them for columns and formulas
+        position=position,
+        viewport=True,
+        font_size=1,
+        font="arial",
+        color=INK,
+        name=f"text {len(made.renderer.actors)}",
     )
+    actor = list(made.renderer.actors.values())[-1]
+    actor.prop.SetFontSize(round(size * enlargement(made.window_size)))
+    actor.prop.SetBackgroundColor(1.0, 1.0, 1.0)
+    actor.prop.SetBackgroundOpacity(0.8)
+    actor.prop.SetJustification(("left", "center", "right").index(align))
 
 
 def legend_columns(entries: list[str], size: tuple[int, int]) -> tuple[int, float]:
     """Columns of a legend, and the fraction of the window's width that it takes."""
-    columns = -(-len(entries) // max(1, int((size[1] - 100) / ROW)))
+    scale = enlargement(size)
+    columns = -(-len(entries) // max(1, int((size[1] - 100 * scale) / ROW / scale)))
     widest = max((len(e) for e in entries), default=0)
-    return columns, min(0.6, columns * (40 + 8.2 * widest) / size[0] + 0.015)
+    return columns, min(0.6, columns * (40 + 8.2 * widest) * scale / size[0] + 0.015)
+
+
+def add_bar(made: Any, scale: Scale, place: tuple[float, float, float, float]) -> None:
+    """Draw the colors of a scale with round values beside them, and its title above.
+
+    Args:
+        made: the plotter.
+        scale: what is drawn.
+        place: left, bottom, width and height in fractions of the panel; a bar that is higher
+            than wide in pixels is vertical.
+    """
+    left, bottom, width, height = place
+    panel, size = panel_size(made), enlargement(made.window_size)
+    upright = height * panel[1] > width * panel[0]
+    if upright:
+        edge = 10 * size / panel[0]
+        _add_paper(made, (left - edge, bottom - edge, 1 - left + edge, height + 4 * edge))
+    _add_swatches(made, scale.table(), place, upright)
+    for at, text in scale.ticks().items():
+        if upright:
+            x, y = left + width + 8 * size / panel[0], bottom + at * height - 5 * size / panel[1]
+        else:
+            x, y = left + at * width, bottom - 20 * size / panel[1]
+        add_text(made, text, (x, y), 14, align="left" if upright else "center")
+    x = 1 - 10 * size / panel[0] if upright else left + width / 2
+    y = bottom + height + (26 if upright else 8) * size / panel[1]
+    add_text(made, scale.title, (x, y), 14, align="right" if upright else "center")
+
+
+def _add_paper(made: Any, place: tuple[float, float, float, float]) -> None:
+    """Draw a white rectangle behind a legend: left, bottom, width and height in fractions."""
+    import pyvista
+    from vtkmodules.vtkRenderingCore import vtkActor2D, vtkCoordinate, vtkPolyDataMapper2D
+
+    left, bottom, width, height = place
+    x, y = [left, left + width], [bottom, bottom + height]
+    corners = [[x[0], y[0], 0.0], [x[1], y[0], 0.0], [x[1], y[1], 0.0], [x[0], y[1], 0.0]]
+    where, mapper, actor = vtkCoordinate(), vtkPolyDataMapper2D(), vtkActor2D()
+    where.SetCoordinateSystemToNormalizedViewport()
+    mapper.SetInputData(pyvista.PolyData(corners, faces=[4, 0, 1, 2, 3]))
+    mapper.SetTransformCoordinate(where)
+    actor.SetMapper(mapper)
+    actor.GetProperty().SetColor(1.0, 1.0, 1.0)
+    actor.GetProperty().SetOpacity(0.85)
+    made.add_actor(actor, reset_camera=False)
+
+
+def _add_swatches(
+    made: Any, table: Any, place: tuple[float, float, float, float], upright: bool = True
+) -> Any:
+    """Draw the colors of a table; returns the scalar bar of VTK."""
+    bar = made.add_scalar_bar(
+        title=" " * (len(made.scalar_bars) + 1),  # PyVista requires different titles
+        lookup_table=table,
+        n_labels=0,
+        vertical=upright,
+        position_x=place[0],
+        position_y=place[1],
+        width=place[2],
+        height=place[3],
+        label_font_size=round(14 * enlargement(made.window_size)),
+        font_family="arial",
+        color=INK,
+    )
+    bar.SetBarRatio(1.0)
+    return bar
 
 
 def add_legend(made: Any, heading: str, entries: list[str], colors: Array) -> None:
@@ -55,89 +147,103 @@ def add_legend(made: Any, heading: str, entries: list[str], colors: Array) -> No
     import pyvista
 
     width, height = made.window_size
+    scale = enlargement(made.window_size)
+    row = ROW * scale
     columns, share = legend_columns(entries, (width, height))
     groups = np.array_split(np.arange(len(entries)), columns)
-    top = 0.5 + len(groups[0]) * ROW / height / 2
-    _add_text(made, heading, (1 - share, top), 14)
+    top = 0.5 + len(groups[0]) * row / height / 2
+    edge, tall = 10 * scale / width, (len(groups[0]) * row + 40 * scale) / height
+    _add_paper(made, (1 - share - edge, top + 30 * scale / height - tall, share + edge, tall))
+    add_text(made, heading, (1 - share, top), 14)
     for i, rows in enumerate(groups):
         table = pyvista.LookupTable(n_values=len(rows))
         table.values = np.insert(colors[rows], 3, 255, axis=1)
         table.IndexedLookupOn()
-        table.annotations = {j: f" {entries[row]}" for j, row in enumerate(rows)}
-        bar = made.add_scalar_bar(
-            title=" " * (i + 1),  # PyVista requires different titles
-            lookup_table=table,
-            n_labels=0,
-            vertical=True,
-            position_x=1 - share + i * share / columns,
-            position_y=top - len(rows) * ROW / height,
-            width=20 / width,
-            height=len(rows) * ROW / height,
-            label_font_size=14,
-            font_family="arial",
-            color=INK,
-        )
+        table.annotations = {j: f" {entries[r]}" for j, r in enumerate(rows)}
+        tall = len(rows) * row / height
+        place = (1 - share + i * share / columns, top - tall, 20 * scale / width, tall)
+        bar = _add_swatches(made, table, place)
         bar.SetTextPositionToPrecedeScalarBar()
-        bar.SetBarRatio(1.0)
         bar.SetAnnotationLeaderPadding(0)
 
 
 def label_positions(drawing: Drawing, made: Any) -> tuple[list[str], Array]:
-    """Label of each visible shard, and the (n, 3) position where it is read best.
+    """Label of each visible piece of a shard, and the (n, 3) position where it is read best.
 
-    That is deep inside the visible part of the shard: the scene is drawn once more from the
+    That is deep inside the piece: the scene is drawn once more from the
     camera of the plotter, in one plain color for each shard.
     """
     from vtkmodules.vtkRenderingCore import vtkWorldPointPicker
 
-    flat = _draw_ids(drawing, made)
+    piece, shard = pieces_of(drawing)
+    flat = _draw_ids(drawing, piece, made)
     picture = flat.screenshot(return_img=True).astype(np.int64)
-    pixels = _deepest_pixels(picture @ [1 << 16, 1 << 8, 1], filled=bool(drawing.mesh.n_cells))
+    pieces = picture @ [1 << 16, 1 << 8, 1]
+    pixels = _deepest_pixels(pieces, drawing.mesh.dim, round(7 * enlargement(made.window_size)))
     picker, positions = vtkWorldPointPicker(), np.zeros((len(pixels), 3))
-    for i, (column, row) in enumerate(pixels.values()):
+    for i, (_, column, row) in enumerate(pixels):
         picker.Pick(column, len(picture) - 1 - row, 0, flat.renderer)
         positions[i] = picker.GetPickPosition()
     flat.close()
-    return [str(shard) for shard in pixels], positions
+    return [str(shard[p]) for p, _, _ in pixels], positions
 
 
-def _draw_ids(drawing: Drawing, made: Any) -> Any:
-    """A plotter that shows every shard plus one as a color, without light, on black."""
+def _draw_ids(drawing: Drawing, ids: Array, made: Any) -> Any:
+    """A plotter that shows the number of every cell plus one as a color, unlit, on black."""
     from meshshard.io import to_pyvista
 
     shown = to_pyvista(drawing.mesh)
-    code = drawing.shard + 1
+    code = ids + 1
     shown["color"] = np.stack([code >> 16, code >> 8 & 255, code & 255], 1).astype(np.uint8)
     flat = plotter(made.window_size, flat=True, hidden=True)
     flat.set_background("black")
     flat.add_mesh(
-        shown, scalars="color", rgb=True, lighting=False, point_size=point_size(len(drawing))
+        shown,
+        scalars="color",
+        rgb=True,
+        lighting=False,
+        line_width=LINE * enlargement(made.window_size),
+        point_size=point_size(len(drawing), made.window_size),
     )
     flat.camera.DeepCopy(made.camera)
     flat.reset_camera_clipping_range()
     return flat
 
 
-def _deepest_pixels(shard_image: Array, *, filled: bool) -> dict[int, tuple[int, int]]:
-    """Column and row of each shard's pixel that is farthest from other shards.
+def _deepest_pixels(image: Array, dim: int, least: int) -> list[tuple[int, int, int]]:
+    """Piece, column and row of the pixel of each visible area that is farthest from its edge.
 
     Args:
-        shard_image: (rows, columns) shard plus one at each pixel, 0 for none.
-        filled: shards are areas, not separate points.
+        image: (rows, columns) piece plus one at each pixel, 0 for none.
+        dim: of the cells; surfaces are areas, points and lines are closed or widened to areas.
+        least: distance to the edge in pixels below which an area cannot hold a label.
     """
-    from scipy.ndimage import binary_closing, distance_transform_edt, find_objects
+    from scipy.ndimage import (
+        binary_closing,
+        binary_dilation,
+        distance_transform_edt,
+        find_objects,
+        label,
+    )
 
-    found = {}
-    boxes: list[Any] = find_objects(shard_image)
-    for shard, box in enumerate(boxes):
+    found = []
+    boxes: list[Any] = find_objects(image)
+    for piece, box in enumerate(boxes):
         if box is None:
             continue
-        visible = np.pad(shard_image[box] == shard + 1, 8)
-        area = visible if filled else binary_closing(visible, iterations=6)
-        depth = distance_transform_edt(area)
-        row, column = np.unravel_index(int(np.where(visible, depth, 0).argmax()), depth.shape)
-        if depth[row, column] >= 7:  # pixels: less cannot hold a label
-            found[shard] = (box[1].start + int(column) - 8, box[0].start + int(row) - 8)
+        visible = area = np.pad(image[box] == piece + 1, least + 1)
+        if dim == 0:
+            area = binary_closing(visible, iterations=least - 1)
+        elif dim == 1:
+            area = binary_dilation(visible, iterations=least)
+        areas, n_areas = label(area, np.ones((3, 3)))
+        depth = np.where(visible, distance_transform_edt(area), 0)
+        for number in range(1, n_areas + 1 if dim else 2):
+            inside = np.where(areas == number, depth, 0) if dim else depth
+            row, column = np.unravel_index(int(inside.argmax()), inside.shape)
+            if inside[row, column] >= least:
+                at = box[1].start + int(column) - least - 1, box[0].start + int(row) - least - 1
+                found.append((piece, *at))
     return found
 
 
@@ -146,7 +252,7 @@ def add_labels(made: Any, texts: list[str], positions: Array) -> None:
     made.add_point_labels(
         positions,
         texts,
-        font_size=17,
+        font_size=round(17 * enlargement(made.window_size)),
         bold=True,
         text_color=INK,
         shape="rounded_rect",

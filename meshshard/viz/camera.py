@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from meshshard.mesh import Array
+from meshshard.viz.rendering import panel_size
 
 __all__ = ["default_direction", "fit", "view_axes"]
 
@@ -41,8 +42,10 @@ def view_axes(direction: Array, up: tuple[float, float, float] = (0.0, 0.0, 1.0)
     return np.stack([right, np.cross(towards, right), towards])
 
 
-def fit(made: Any, points: Array, axes: Array, margins: tuple[float, float]) -> None:
-    """Set a plotter's camera to a parallel projection in which the points fill the window.
+def fit(
+    made: Any, points: Array, axes: Array, margins: tuple[float, float], zoom: float = 1.0
+) -> None:
+    """Set a plotter's camera to a parallel projection in which the points fill the panel.
 
     PyVista's `camera.tight` does so for views along an axis only, and its `reset_camera` fits
     the sphere around the bounding box, which leaves up to half of the window empty.
@@ -52,12 +55,14 @@ def fit(made: Any, points: Array, axes: Array, margins: tuple[float, float]) -> 
         points: (n, 3) points that must be visible.
         axes: (3, 3) from `view_axes`.
         margins: free fractions of the width at the right and of the height at the top.
+        zoom: magnification about the middle of the points.
     """
     seen = points @ axes.T
     low, high = seen.min(axis=0), seen.max(axis=0)
-    aspect = np.array([made.window_size[0] / made.window_size[1], 1.0])
+    width, height = panel_size(made)
+    aspect = np.array([width / height, 1.0])
     free = aspect * (1 - np.array(margins))
-    half = 0.53 * max(float(((high - low)[:2] / free).max()), 1e-30)  # of the window's height
+    half = 0.53 * max(float(((high - low)[:2] / free).max()) / zoom, 1e-30)  # of the panel's height
     middle = (low + high) / 2
     middle[:2] += half * aspect * margins
     eye = middle + np.array([0.0, 0.0, made.length + half])  # outside of everything drawn

@@ -11,7 +11,7 @@ from meshshard.mesh import Array, Mesh
 from meshshard.mesh.facets import facets, match
 from meshshard.mesh.submesh import extract
 
-__all__ = ["Drawing", "clipped_rows", "coarsened", "cut_lines", "drawing_of"]
+__all__ = ["Drawing", "coarsened", "cut_lines", "drawing_of", "pieces_of", "slice_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,11 +89,20 @@ def _from_polydata(surface: Any, rows: Array, shard: Array) -> Drawing:
     return Drawing(bare, rows[index], shard[index])
 
 
-def clipped_rows(positions: Array, clip: str) -> Array:
-    """Rows in the half that `clip` keeps: the lower one in x for "x", the upper one for "-x"."""
-    along = positions[:, "xyz".index(clip[-1])]
-    middle = (along.min() + along.max()) / 2
-    return np.flatnonzero(along >= middle if clip[0] == "-" else along <= middle)
+def slice_of(mesh: Mesh, axis: int, value: float) -> Drawing:
+    """The polygons in which a plane cuts the cells of a solid; every `shard` is 0."""
+    from meshshard.io import to_pyvista
+
+    bare = replace(mesh, point_fields={}, cell_fields={}, cell_origin=None, blocks=())
+    shown = to_pyvista(bare)
+    shown.cell_data["index"] = np.arange(mesh.n_cells)
+    origin = np.zeros(3)
+    origin[axis] = value
+    cut = shown.slice(normal=np.eye(3)[axis], origin=origin)
+    if not cut.n_cells:
+        return Drawing(Mesh(points=np.zeros((0, 3))), *np.zeros((2, 0), np.int64))
+    rows = np.arange(mesh.n_cells)
+    return _from_polydata(cut, rows, np.zeros(mesh.n_cells, np.int64))
 
 
 def coarsened(drawing: Drawing, max_cells: int) -> Drawing:
@@ -151,3 +160,26 @@ def cut_lines(mesh: Mesh, label: Array) -> tuple[Array, Array]:
     facet = found.first[cut]
     ends = np.stack([found.facets.low[facet], found.facets.tag[facet]], 1).astype(np.int64)
     return ends, sides[cut]
+
+
+def pieces_of(drawing: Drawing) -> tuple[Array, Array]:
+    """Connected pieces of the shards of a drawing; points and lines have one for each shard.
+
+    Returns:
+        (n,) piece of each drawn cell, and the shard of each piece.
+    """
+    if drawing.mesh.dim != 2:
+        used, numbers = np.unique(drawing.shard, return_inverse=True)
+        return numbers, used
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    found = match(facets(drawing.mesh), drawing.mesh.n_points)
+    pairs = found.facets.owner[found.first], found.facets.owner[found.second]
+    same = drawing.shard[pairs[0]] == drawing.shard[pairs[1]]
+    n = len(drawing)
+    links = coo_array((np.ones(same.sum()), (pairs[0][same], pairs[1][same])), shape=(n, n))
+    count, piece = connected_components(links, directed=False)
+    shards = np.zeros(count, np.int64)
+    shards[piece] = drawing.shard
+    return piece, shards

@@ -13,9 +13,19 @@ import numpy as np
 
 from meshshard.errors import MeshWarning, RenderError
 
-__all__ = ["check_rendering", "check_window", "plotter", "point_size", "show"]
+__all__ = [
+    "LINE",
+    "check_rendering",
+    "check_window",
+    "enlargement",
+    "panel_size",
+    "plotter",
+    "point_size",
+    "show",
+]
 
 WINDOW = "VTK_DEFAULT_OPENGL_WINDOW"  # VTK's own name for its choice of window
+LINE = 5.0  # width in pixels of the cells of a mesh of lines, in a picture of 1200 x 760 pixels
 OFF_SCREEN = ("vtkEGLRenderWindow", "vtkOSOpenGLRenderWindow")
 PACKAGES = "libgl1 libegl1 libegl-mesa0 libgl1-mesa-dri libxrender1"
 PROBE = """
@@ -93,13 +103,16 @@ def _drawn_by_child(window: str, display: str | None) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def plotter(size: tuple[int, int], *, flat: bool = False, hidden: bool = False) -> Any:
+def plotter(
+    size: tuple[int, int], *, flat: bool = False, hidden: bool = False, **panels: Any
+) -> Any:
     """An empty pyvista Plotter on white; off screen without a display.
 
     Args:
         size: width and height in pixels.
         flat: without light and anti-aliasing, so that pixels have exactly the colors given.
         hidden: off screen even if there is a display.
+        panels: `shape`, `groups` and `row_weights` of pyvista's Plotter, for several panels.
     """
     window = check_rendering()
     if window in OFF_SCREEN:
@@ -111,6 +124,8 @@ def plotter(size: tuple[int, int], *, flat: bool = False, hidden: bool = False) 
         off_screen=True if hidden else None,
         window_size=list(size),
         lighting="none" if flat else "light kit",
+        border=False,
+        **panels,
     )
     made.set_background("white")
     if flat:
@@ -139,6 +154,17 @@ def show(made: Any) -> Any:
     return made.show()
 
 
-def point_size(n: int) -> float:
-    """Diameter in pixels of each of n points of a cloud."""
-    return float(np.clip(1300 / np.sqrt(max(n, 1)), 2, 14))
+def panel_size(made: Any) -> tuple[float, float]:
+    """Width and height in pixels of the active panel of a plotter."""
+    left, bottom, right, top = made.renderer.GetViewport()
+    return (right - left) * made.window_size[0], (top - bottom) * made.window_size[1]
+
+
+def enlargement(size: tuple[int, int]) -> float:
+    """By how much text and lines are larger than in a picture of 1200 x 760 pixels."""
+    return max(0.6, min(size[0] / 1200, size[1] / 760))
+
+
+def point_size(n: int, size: tuple[int, int]) -> float:
+    """Diameter in pixels of each of n points of a cloud in a picture of this size."""
+    return enlargement(size) * float(np.clip(1300 / np.sqrt(max(n, 1)), 2, 14))

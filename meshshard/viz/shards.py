@@ -11,6 +11,7 @@ import numpy as np
 from meshshard.errors import RenderError, n_of
 from meshshard.mesh import Array, Mesh
 from meshshard.viz.annotations import (
+    add_bar,
     add_label_plates,
     add_labels,
     add_legend,
@@ -22,7 +23,8 @@ from meshshard.viz.camera import fit, view_axes
 from meshshard.viz.colors import INK, LIGHT
 from meshshard.viz.drawing import Drawing, cut_lines, drawing_of
 from meshshard.viz.html_page import write_page
-from meshshard.viz.rendering import check_window, plotter, point_size
+from meshshard.viz.rendering import LINE, check_window, enlargement, plotter, point_size
+from meshshard.viz.scales import Scale, scale_of
 from meshshard.viz.scene import Scene, Style, scene_of
 from meshshard.viz.subject import Drawable, Subject, subject_of
 
@@ -30,7 +32,6 @@ __all__ = ["Style", "plot_shards", "view"]
 
 MAX_LEGEND = 132  # shards above which a picture has no legend
 MAX_SIZES = 24  # shards above which the legend omits the sizes
-COLORMAP = "viridis"  # of fields
 
 
 def plot_shards(
@@ -69,11 +70,13 @@ def _picture(scene: Scene, field: str | None) -> Any:
     subject, style = scene.subject, scene.style
     listed = style.legend and field is None and subject.k <= MAX_LEGEND
     entries = _entries(subject) if listed else []
-    right = legend_columns(entries, style.size)[1] if entries else (0.12 if field else 0.0)
+    right = legend_columns(entries, style.size)[1] if entries else (0.13 if field else 0.0)
     made, body = _drawn(scene, field)
     _aim(made, scene, body, (right, 0.09))
     if entries:
         add_legend(made, _heading(subject), entries, subject.colors)
+    if field is not None:
+        add_bar(made, _scale(scene, field), (0.87, 0.25, 20 / 1200, 0.5))
     if style.numbers:
         add_labels(made, *label_positions(_labeled(scene, body), made))
     add_title(made, _title(subject), _notes(scene, field))
@@ -84,8 +87,6 @@ def _write_html(scene: Scene, field: str | None, path: Path) -> None:
     """Write a scene as a page in which it can be rotated; title and legend are HTML."""
     subject, style = scene.subject, scene.style
     made, body = _drawn(scene, field)
-    if field is not None:
-        made.remove_scalar_bar(" ")  # the page has its own
     axes = view_axes(scene.direction, style.up)
     made.view_vector(axes[2], viewup=axes[1], render=False)
     if style.numbers:
@@ -95,31 +96,29 @@ def _write_html(scene: Scene, field: str | None, path: Path) -> None:
     if field is None:
         legend, colors = [_heading(subject), *_entries(subject)], subject.colors
     else:
-        legend, colors = _color_scale(_values(subject, field)[body.rows], field)
+        legend, colors = _color_scale(_scale(scene, field))
     write_page(made, path, lines, legend, colors)
 
 
-def _color_scale(values: Array, field: str) -> tuple[list[str], Array]:
+def _color_scale(scale: Scale) -> tuple[list[str], Array]:
     """Legend of a field: its name, nine values from the largest down, and their colors."""
-    import pyvista
-
-    low, high = _color_range(values)
     steps = np.linspace(1, 0, 9)
-    colors = pyvista.LookupTable(COLORMAP, n_values=256).values[np.round(steps * 255).astype(int)]
-    return [field, *(f"{low + s * (high - low):.4g}" for s in steps)], colors[:, :3]
+    colors = scale.table().values[np.round(steps * 255).astype(int)]
+    values = scale.low + steps * (scale.high - scale.low)
+    return [scale.title, *(f"{v:.4g}" for v in values)], colors[:, :3]
 
 
-def _color_range(values: Array) -> tuple[float, float]:
-    """Range of the colors: from the 1st to the 99th percentile."""
-    known = values[np.isfinite(values)]
-    low, high = np.percentile(known, [1, 99]) if len(known) else (0.0, 1.0)
-    return float(low), float(high)
+def _scale(scene: Scene, field: str) -> Scale:
+    """The scale of a field, from all of its values, so that all views have the same colors."""
+    values, style = _values(scene.subject, field), scene.style
+    name = field if values.ndim == 1 else f"{field} magnitude"
+    return scale_of(_magnitude(values), name, unit=style.unit, cmap=style.cmap, clim=style.clim)
 
 
 def _aim(made: Any, scene: Scene, body: Drawing, margins: tuple[float, float]) -> None:
     """Point the camera at the whole body, or at the one shard that is drawn with its halo."""
     subject, style, direction = scene.subject, scene.style, scene.direction
-    points = body.mesh.points
+    points = scene.focus if scene.halo is None and not scene.shift.any() else body.mesh.points
     if scene.halo is not None:
         middle = (points.min(axis=0) + points.max(axis=0)) / 2
         if style.direction is None:
@@ -128,7 +127,7 @@ def _aim(made: Any, scene: Scene, body: Drawing, margins: tuple[float, float]) -
         rows = np.append(np.flatnonzero(subject.labels == scene.halo), subject.halos[scene.halo])
         points = subject.positions[rows] + scene.shift[scene.halo]
         margins = (margins[0] + 0.1, margins[1] + 0.15)
-    fit(made, points, view_axes(direction, style.up), margins)
+    fit(made, points, view_axes(direction, style.up), margins, style.zoom)
 
 
 def _labeled(scene: Scene, body: Drawing) -> Drawing:
@@ -160,7 +159,8 @@ def _notes(scene: Scene, field: str | None) -> list[str]:
     """Lines below the title."""
     notes = list(scene.notes)
     if field is not None:
-        notes.append(f"color: {field}")
+        values = _magnitude(_values(scene.subject, field))
+        notes += _scale(scene, field).notes(values[np.unique(scene.body.rows)])
     if scene.halo is not None:
         n = len(scene.subject.halos[scene.halo])
         notes.append(
@@ -193,34 +193,55 @@ def _add_body(made: Any, scene: Scene, body: Drawing, field: str | None) -> None
 
     subject, style = scene.subject, scene.style
     shown = to_pyvista(body.mesh)
-    options: dict[str, Any] = {"reset_camera": False, **_light(style)}
+    options: dict[str, Any] = {"reset_camera": False, "line_width": LINE * enlargement(style.size)}
+    options |= _light(style)
     if not body.mesh.n_cells:
-        options |= {"render_points_as_spheres": True, "point_size": point_size(len(body))}
+        size = point_size(len(body), style.size)
+        options |= {"render_points_as_spheres": True, "point_size": size}
     if field is None:
         shown["color"] = subject.colors[body.shard]
         made.add_mesh(shown, scalars="color", rgb=True, **options)
         return
-    shown["value"] = _values(subject, field)[body.rows]
-    bar = {"title": " ", "vertical": True, "n_labels": 5, "fmt": "%.4g", "color": INK}
-    bar |= {"position_x": 0.9, "position_y": 0.2, "height": 0.6, "width": 0.05}
-    clim = _color_range(shown["value"])
-    made.add_mesh(shown, scalars="value", cmap=COLORMAP, clim=clim, scalar_bar_args=bar, **options)
+    shown["value"] = _magnitude(_values(subject, field))[body.rows]
+    options |= colored_by(_scale(scene, field))
+    made.add_mesh(shown, scalars="value", **options)
+    if body.mesh.dim == 2:  # without light, edges show the shape
+        edges = shown.extract_feature_edges(30.0, non_manifold_edges=False)
+        width = enlargement(style.size)
+        made.add_mesh(edges, color="gray", line_width=width, lighting=False, reset_camera=False)
+
+
+def colored_by(scale: Scale) -> dict[str, Any]:
+    """Options of `add_mesh` that draw values in exactly the colors of a scale, without light."""
+    return {
+        "cmap": scale.table(),
+        "clim": (scale.low, scale.high),
+        "lighting": False,
+        "ambient": 0.0,  # VTK adds the parts of ambient and diffuse light also without light
+        "diffuse": 1.0,
+        "show_scalar_bar": False,
+        "interpolate_before_map": True,
+    }
 
 
 def _values(subject: Subject, field: str) -> Array:
-    """(n_cells,) float64 values of a field (per point of a cloud); magnitudes of vectors."""
+    """(n_cells, …) float64 values of a field (per point of a cloud)."""
     mesh = subject.solid
     known = {**mesh.point_fields, **mesh.cell_fields}
     if field not in known:
         have = ", ".join(known) or "none"
         raise RenderError(f"{subject.name}: field {field!r} does not exist; fields: {have}")
     values = known[field].astype(np.float64)
-    if values.ndim > 1:
-        values = np.linalg.norm(values.reshape(len(values), -1), axis=1)
     if mesh.n_cells and field not in mesh.cell_fields:
-        corners = values[mesh.connectivity]
-        values = np.add.reduceat(corners, mesh.offsets[:-1]) / np.diff(mesh.offsets)
+        corners, count = values[mesh.connectivity], np.diff(mesh.offsets)
+        total = np.add.reduceat(corners, mesh.offsets[:-1])
+        values = total / count.reshape(-1, *[1] * (values.ndim - 1))
     return values
+
+
+def _magnitude(values: Array) -> Array:
+    """(n,) norms of the rows; scalars as they are."""
+    return values if values.ndim == 1 else np.linalg.norm(values.reshape(len(values), -1), axis=1)
 
 
 def _add_others(made: Any, scene: Scene, body: Drawing) -> None:
@@ -231,7 +252,7 @@ def _add_others(made: Any, scene: Scene, body: Drawing) -> None:
         to_pyvista(body.mesh),
         color="gray",
         opacity=(0.4, 0.4, 0.12, 0.03)[scene.subject.solid.dim],
-        point_size=0.6 * point_size(len(scene.body)),
+        point_size=0.6 * point_size(len(scene.body), scene.style.size),
         reset_camera=False,
     )
 
@@ -255,7 +276,7 @@ def _add_halo(made: Any, scene: Scene, shard: int) -> None:
         rgb=True,
         opacity=0.4,
         render_points_as_spheres=not cloud.n_cells,
-        point_size=1.4 * point_size(len(subject.labels)),
+        point_size=1.4 * point_size(len(subject.labels), scene.style.size),
         reset_camera=False,
         **_light(scene.style),
     )
@@ -280,7 +301,13 @@ def _add_lines(made: Any, scene: Scene) -> None:
     both = [0, 1] if scene.shift.any() else [0]
     points = [body.mesh.points[ends] + scene.shift[sides[:, s]][:, None] for s in both]
     lines = pyvista.line_segments_from_points(np.concatenate(points).reshape(-1, 3))
-    made.add_mesh(lines, color=INK, line_width=2, lighting=False, reset_camera=False)
+    made.add_mesh(
+        lines,
+        color=INK,
+        line_width=2 * enlargement(scene.style.size),
+        lighting=False,
+        reset_camera=False,
+    )
 
 
 def view(
@@ -291,6 +318,7 @@ def view(
     show: bool = False,
     explode: float = 0.0,
     field: str | None = None,
+    style: Style | None = None,
 ) -> list[Path]:
     """Draw a folder of shards into files or a window, as `meshshard view` does.
 
@@ -302,6 +330,7 @@ def view(
         show: open a window.
         explode: move shards away from the middle, see `plot_shards`.
         field: color by this field.
+        style: all other options, see `plot_shards`.
 
     Returns:
         The files that were written.
@@ -309,7 +338,8 @@ def view(
     Raises:
         RenderError: OpenGL, the display or the package for HTML is missing.
     """
-    scene = scene_of(subject_of(folder), explode, None, Style(off_screen=True))
+    style = style or Style()
+    scene = scene_of(subject_of(folder), explode, None, replace(style, off_screen=True))
     written = []
     if html is not None:
         _write_html(scene, field, Path(html))
@@ -321,6 +351,6 @@ def view(
         written.append(Path(png))
     if show:
         check_window()
-        scene.style = Style()
+        scene.style = style
         _picture(scene, field).show()
     return written

@@ -12,6 +12,7 @@ import numpy as np
 
 from meshshard.errors import RenderError, StoreError
 from meshshard.mesh import Array, Mesh
+from meshshard.mesh.cells import LINE
 from meshshard.mesh.inspection import weld
 from meshshard.store import Folder, load
 from meshshard.viz.colors import shard_colors
@@ -73,14 +74,17 @@ class Subject:
     def solid(self) -> Mesh:
         """The mesh with its weld map applied: cells share the points that it merges.
 
+        Lines whose points are sharded are split into segments, so that each shows its shard.
+
         Raises:
             RenderError: a bare graph without positions.
         """
         if self.mesh is None:
             raise RenderError("a graph without positions cannot be drawn; pass Graph(positions=…)")
-        if self.mesh.weld is None:
-            return self.mesh
-        return replace(self.mesh, connectivity=self.mesh.weld[self.mesh.connectivity], weld=None)
+        mesh = self.mesh
+        if mesh.weld is not None:
+            mesh = replace(mesh, connectivity=mesh.weld[mesh.connectivity], weld=None)
+        return _segments(mesh) if mesh.dim == 1 and self.entity == "points" else mesh
 
     @cached_property
     def cell_labels(self) -> Array:
@@ -99,6 +103,25 @@ class Subject:
         if not 0 <= shard < self.k:
             raise RenderError(f"shard {shard} does not exist; shards are 0 to {self.k - 1}")
         return shard
+
+
+def _segments(lines: Mesh) -> Mesh:
+    """Lines of two points each; cell fields are repeated."""
+    last = np.zeros(len(lines.connectivity), bool)
+    last[lines.offsets[1:] - 1] = True
+    first = np.flatnonzero(~last)
+    cell = np.repeat(np.arange(lines.n_cells), np.diff(lines.offsets) - 1)
+    return Mesh(
+        points=lines.points,
+        connectivity=np.stack(
+            [lines.connectivity[first], lines.connectivity[first + 1]], 1
+        ).ravel(),
+        offsets=np.arange(0, 2 * len(first) + 1, 2),
+        types=np.full(len(first), LINE, np.uint8),
+        point_fields=lines.point_fields,
+        cell_fields={name: values[cell] for name, values in lines.cell_fields.items()},
+        name=lines.name,
+    )
 
 
 class HasSubject(Protocol):
