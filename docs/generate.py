@@ -368,7 +368,8 @@ def operators_page(results: Path) -> str:
     some = first["exact"] + first["partly"]
     text += (
         f"\n{100 * first['exact'] / first['entries']:.0f} % of the operations are exact in all "
-        f"shardings, {100 * some / first['entries']:.0f} % in at least one. For comparison, DTensor passes 522 of 677 operations (77 %) by the list of expected "
+        f"shardings, {100 * some / first['entries']:.0f} % in at least one. For comparison, "
+        "DTensor passes 522 of 677 operations (77 %) by the list of expected "
         "failures in PyTorch 2.13's own tests, on even shards, without comparing gradients.\n"
     )
     for suite, verdicts in suites.items():

@@ -14,6 +14,8 @@
 A message is one line: what is wrong (which file, cell, array or rank), then the remedy.
 """
 
+import re
+
 __all__ = [
     "DomainError",
     "MeshError",
@@ -24,12 +26,22 @@ __all__ = [
     "ReadError",
     "RenderError",
     "StoreError",
+    "n_of",
+    "printable",
 ]
+
+# control characters, and those that turn the direction of text
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def n_of(n: int, things: str) -> str:
     """A number of things in a message: "8 ranks", "1 rank"."""
     return f"{n:,} {things.removesuffix('s') if n == 1 else things}"
+
+
+def printable(text: str) -> str:
+    """One line for a terminal: control characters, as in names in files, become escapes."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class MeshshardError(Exception):

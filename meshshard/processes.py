@@ -1,14 +1,15 @@
-"""Processes: child processes that end with their parent, how they ended, available memory."""
+"""Processes: children that end with their parent, how they ended, memory, loopback interface."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
-__all__ = ["available_memory", "die_with_parent", "how_it_ended"]
+__all__ = ["available_memory", "die_with_parent", "how_it_ended", "loopback_interface"]
 
 PR_SET_PDEATHSIG = 1
 
@@ -50,3 +51,8 @@ def available_memory() -> int | None:
         return int(found[0].split()[1]) * 1024
     except (OSError, IndexError):
         return None
+
+
+def loopback_interface() -> str:
+    """Name of the network interface that only this machine reaches."""
+    return "lo0" if "lo0" in [name for _, name in socket.if_nameindex()] else "lo"

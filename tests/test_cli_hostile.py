@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from samples import AHMED, assert_same, environment, meshshard, start, surface
+from vtkmodules.vtkIOXML import vtkXMLPPolyDataReader
 
 from meshshard import io, store
 from meshshard.cli import main
@@ -84,6 +85,44 @@ def test_a_signal_stops_all_processes(large: Path, tmp_path: Path, number: int, 
         "error: interrupted; folders that were written are complete\n" if number == 2 else ""
     )
     assert "written" not in said
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_no_process_outlives_a_killed_command(large: Path, tmp_path: Path, jobs: int) -> None:
+    other = tmp_path / "other.vtu"
+    other.symlink_to(large)
+    command = start("partition", large, other, "--parts", 64, "--out", tmp_path, "--jobs", jobs)
+    below = wait_for_metis(command.pid)
+    command.kill()
+    command.communicate()
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert not alive
+    assert not list(tmp_path.glob("*.shards"))
+
+
+def test_names_cannot_control_the_terminal(tmp_path: Path) -> None:
+    """Nor break the files for ParaView, which list each other."""
+    name = "a\x1b[2J\n\x9b<&\u202e"
+    mesh = surface()
+    fields = {f"{name}{i}\x01": np.arange(mesh.n_cells) for i in range(2)}
+    fields |= {"p\x01": np.arange(mesh.n_cells), "p\x02": np.arange(mesh.n_cells)}
+    source = tmp_path / f"{name}.npz"
+    np.savez(source, points=mesh.points[: mesh.n_cells], **fields)
+    words = ["partition", source, "--parts", 2, "--out", tmp_path, "--with-ghosts"]
+    for command in (words, words, ["info", source], ["info", tmp_path / f"{name}.shards"],
+                    ["info", "--json", source], ["info", source, f"--{name}"]):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "meshshard", *map(str, command)],
+            capture_output=True, text=True, env=environment(), check=False,
+        )  # fmt: skip
+        printed = done.stdout + done.stderr
+        assert "\\u001b[2J" in printed
+        assert not set("\x1b\x9b\u202e\x01").intersection(printed)
+    reader = vtkXMLPPolyDataReader()
+    reader.SetFileName(str(next(tmp_path.glob("*.paraview/*.pvtp"))))
+    reader.Update()
+    assert reader.GetOutput().GetNumberOfPoints() >= mesh.n_cells
+    assert reader.GetOutput().GetPointData().GetNumberOfArrays() == len(fields) + 3
 
 
 def test_a_closed_pipe(body: str) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -299,3 +300,43 @@ def test_the_page_of_rules_lists_every_function():
     for family, rules in FAMILIES.items():
         assert f"## {family}" in page
         assert all(f"`{name_of(func)}`" in page for func in rules)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_children_of_ranks_end_however_the_launcher_ends(tmp_path, number):
+    launcher, pids = start(tmp_path, CHILD, 4)
+    launcher.send_signal(number)
+    _, errors = launcher.communicate()
+    wait_until(lambda: not any(map(is_running, pids)))
+    said = b"error: interrupted; folders that were written are complete\n"
+    assert errors == (said if number == signal.SIGINT else b"")
+
+
+def test_a_message_of_a_rank_has_no_control_characters(tmp_path):
+    (tmp_path / "fails.py").write_text("raise SystemExit('\\x1b[2Jgone\\nhere')")
+    done = run("launch", 1, "fails.py", cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == "error: rank 0: \\u001b[2Jgone here"
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_ranks_that_others_start_on_one_machine_listen_on_loopback(tmp_path, local):
+    """As torchrun does, or by hand with a loopback address."""
+    text = SLEEPS.format(DOMAIN)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    common = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    common |= {"MASTER_ADDR": "127.0.0.1"} | ({"LOCAL_WORLD_SIZE": "2"} if local else {})
+    ranks = []
+    for rank in range(2):
+        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-c", text]
+        ranks.append(subprocess.Popen(command, cwd=tmp_path, env=environment))
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2 or ranks[0].poll() is not None)
+        addresses = [ip for rank in ranks for ip in listening(rank.pid)]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert len(addresses) >= 3
+    assert set(addresses) <= {"127.0.0.1", "::1"}

@@ -5,6 +5,7 @@ import io as streams
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tomllib
@@ -21,7 +22,7 @@ import pytest
 import meshshard
 from meshshard import io
 from meshshard.cli.main import main
-from meshshard.errors import MeshWarning, RenderError
+from meshshard.errors import MeshWarning, RenderError, StoreError
 from meshshard.graph import Graph
 from meshshard.mesh import Mesh
 from meshshard.partitioning.partition import Partition, partition
@@ -366,6 +367,8 @@ def test_view_writes_a_picture_and_a_page(parts: Partition, tmp_path: Path) -> N
     made = view(folder, png=tmp_path / "a.png", html=tmp_path / "a.html", explode=0.3)
     assert {p.name for p in made} == {"a.png", "a.html"}
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert {p.name for p in tmp_path.iterdir()} >= {"a.png", "a.html"}
+    assert not list(tmp_path.glob(".writing*"))
     page = (tmp_path / "a.html").read_text()
     assert not re.search(r"""<(script|link|img)[^>]*\b(src|href)\s*=""", page)
     assert "default-src 'unsafe-inline' 'unsafe-eval' data: blob:" in page
@@ -477,3 +480,22 @@ def test_tables_for_notebooks(mesh: Mesh, parts: Partition) -> None:
     for html in (table, parts._repr_html_()):
         ElementTree.fromstring(f"<div>{html.replace('<br>', '<br/>')}</div>")
     assert "point cloud" in Mesh(points=np.zeros((0, 3)))._repr_html_()
+
+
+@pytest.mark.parametrize("suffix", ["svg", "html"])
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, suffix: str, mesh: Mesh
+) -> None:
+    """As on a full disk: half of the text is written."""
+    path = tmp_path / f"a.{suffix}"
+    path.write_text("old")
+    parts = partition(mesh, 2)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(StoreError, match=f"a.{suffix}: cannot be written"):
+            plot_bars(parts).save(path) if suffix == "svg" else view(parts, html=path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_text() == "old"
+    assert not list(tmp_path.glob(".writing*"))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshshard.cli import options
-from meshshard.cli.output import add_output_options
+from meshshard.cli.output import add_output_options, say
 from meshshard.errors import MeshshardError, StoreError, n_of
 from meshshard.mesh import Array, Mesh
 
@@ -36,7 +36,7 @@ def add_demo(commands: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     for line in run(Path(args.out), args.parts):
         if not args.quiet:
-            print(line)
+            say(line)
     return 0
 
 

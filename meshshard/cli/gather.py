@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from meshshard.cli.output import add_output_options, print_json, print_warnings, warn
+from meshshard.cli.output import add_output_options, print_json, print_warnings, say, warn
 from meshshard.errors import StoreError, n_of
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ def _run(args: argparse.Namespace) -> int:
         print_json(about | {"results": list(results)})
     elif not args.quiet:
         extra = f", with {', '.join(results)}" if results else ""
-        print(
-            f"{args.output}: {n_of(mesh.n_cells, 'cells')}, {n_of(mesh.n_points, 'points')}{extra}"
-        )
+        say(f"{args.output}: {n_of(mesh.n_cells, 'cells')}, {n_of(mesh.n_points, 'points')}{extra}")
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from meshshard.cli import demo, gather, options, partition, rank_commands, report, view
 from meshshard.cli.output import fail
-from meshshard.errors import MeshshardError
+from meshshard.errors import MeshshardError, printable
 
 __all__ = ["build_parser", "main"]
 
@@ -68,7 +68,7 @@ def _make_printable() -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="meshshard",
         description="Cut one mesh or point cloud into balanced shards.",
         epilog=EPILOG,
@@ -80,6 +80,13 @@ def build_parser() -> argparse.ArgumentParser:
         add(commands)
     options.describe(commands)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser, and those of its commands, whose messages have no control characters."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message("\n".join(map(printable, message.split("\n"))), file)
 
 
 class _Version(argparse.Action):

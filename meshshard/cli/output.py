@@ -10,9 +10,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from meshshard.errors import MeshWarning
+from meshshard.errors import MeshWarning, printable
 
-__all__ = ["add_output_options", "fail", "print_json", "print_warnings", "warn"]
+__all__ = ["add_output_options", "fail", "print_json", "print_warnings", "say", "warn"]
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -22,19 +22,25 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
 
 
+def say(text: str, *, to_stderr: bool = False) -> None:
+    """Print lines of text; all output of the commands comes here."""
+    lines = "\n".join(map(printable, text.split("\n")))
+    print(lines, file=sys.stderr if to_stderr else None)
+
+
 def print_json(value: Any) -> None:
     """Print a value as JSON on standard output."""
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    say(json.dumps(value, indent=1, ensure_ascii=False))
 
 
 def warn(line: str) -> None:
     """Print a warning on standard error."""
-    print(f"warning: {line}", file=sys.stderr)
+    say(f"warning: {printable(line)}", to_stderr=True)
 
 
 def fail(line: str, code: int = 1) -> int:
     """Print an error on standard error and return the exit code."""
-    print(f"error: {line}", file=sys.stderr)
+    say(f"error: {printable(line)}", to_stderr=True)
     return code
 
 

@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshshard.cli import options, workers
-from meshshard.cli.output import add_output_options, fail, print_json, warn
-from meshshard.errors import MeshshardError, MeshWarning, PartitionError, StoreError, n_of
+from meshshard.cli.output import add_output_options, fail, print_json, say, warn
+from meshshard.errors import (
+    MeshshardError,
+    MeshWarning,
+    PartitionError,
+    StoreError,
+    n_of,
+    printable,
+)
 from meshshard.partitioning.methods import METHODS, partitioner_of
 from meshshard.processes import available_memory
 
@@ -107,14 +114,14 @@ def _run(args: argparse.Namespace) -> int:
     for path in folders:
         note = memory_note(path)
         if note and not args.quiet:
-            print(note, file=sys.stderr)
+            say(note, to_stderr=True)
     results = partition_files(folders, job, args.jobs, args.dask)
     done = [_report(outcome, args, len(folders)) for outcome in _progress(results, args, folders)]
     if args.json:
         print_json(done if len(done) > 1 else done[0])
     failed = sum(outcome["status"] == "failed" for outcome in done)
     if len(done) > 1 and not args.quiet:
-        print(f"{len(done) - failed} of {len(done)} files done", file=sys.stderr)
+        say(f"{len(done) - failed} of {len(done)} files done", to_stderr=True)
     return 1 if failed else 0
 
 
@@ -150,14 +157,14 @@ def _report(outcome: dict[str, Any], args: argparse.Namespace, count: int) -> di
     if args.json or args.quiet:
         return outcome
     for line in outcome["said"]:
-        print(line)
+        say(printable(line))
     if table:
-        print(table if count == 1 or args.verbose else table.splitlines()[-3])
+        say(table if count == 1 or args.verbose else table.splitlines()[-3])
     ends = {"written": f"written: {outcome['folder']}", "unchanged": "up to date",
             "tried": "nothing written (--dry-run)"}  # fmt: skip
     if outcome["status"] in ends:
         seconds = f" in {outcome['seconds']:.2f} s" if args.verbose else ""
-        print(f"{outcome['input']}: {ends[outcome['status']]}{seconds}")
+        say(f"{outcome['input']}: {ends[outcome['status']]}{seconds}")
     return outcome
 
 

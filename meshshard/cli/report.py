@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from meshshard.cli.output import add_output_options, fail, print_json, print_warnings, warn
-from meshshard.errors import MeshshardError, MeshWarning, n_of
+from meshshard.cli.output import add_output_options, fail, print_json, print_warnings, say, warn
+from meshshard.errors import MeshshardError, MeshWarning, n_of, printable
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.cells import CELL_TYPES
 
@@ -42,7 +42,7 @@ def _info(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found)
     elif not args.quiet:
-        print("\n".join(lines(found)))
+        say("\n".join(lines(found)))
     return 0
 
 
@@ -56,7 +56,7 @@ def _validate(args: argparse.Namespace) -> int:
         if found["error"]:
             fail(found["error"])
         elif not args.json and not args.quiet:
-            print(f"{path}: {found['proved']}")
+            say(f"{path}: {found['proved']}")
     if args.json:
         print_json(verdicts)
     bad = [v for v in verdicts if v["error"] or (args.strict and v["warnings"])]
@@ -110,7 +110,7 @@ def lines(about: Mapping[str, Any]) -> list[str]:
         with report_damage(Path(about["path"])):
             return _folder_lines(about)
     cells = ", ".join(f"{n:,} {name}" for name, n in about["cell_types"].items())
-    out = [f"{about['name']}: {about['kind']}", f"  points      {about['points']:,}"]
+    out = [f"{printable(about['name'])}: {about['kind']}", f"  points      {about['points']:,}"]
     if cells:
         facet = {"volume": "faces", "surface": "edges"}.get(about["kind"], "ends")
         out += [
@@ -126,7 +126,7 @@ def lines(about: Mapping[str, Any]) -> list[str]:
     if any(about["offset"]):
         out.append(f"  offset      {about['offset']}: points are stored relative to it")
     if about["blocks"]:
-        out.append(f"  blocks      {', '.join(about['blocks'])}")
+        out.append(f"  blocks      {printable(', '.join(about['blocks']))}")
     out += [_field_line(f) for f in about["fields"]] or ["  no fields"]
     return out + [f"  note: {line}" for line in about["findings"]]
 
@@ -179,11 +179,11 @@ def _folder_lines(about: Mapping[str, Any]) -> list[str]:
 
     source, method = about["source"] or {}, about["method"]
     options = ", ".join(f"{k}={v}" for k, v in method.items() if k != "name" and v is not None)
-    fields = ", ".join(f"{f['name']} ({f['on']})" for f in about["fields"])
+    fields = ", ".join(f"{printable(f['name'])} ({f['on']})" for f in about["fields"])
     out = [
-        f"{about['path']}: {about['kind']} {about['name']}, {n_of(about['n_cells'], 'cells')}, "
-        f"{n_of(about['n_points'], 'points')}",
-        f"  source   {source.get('path', 'none')}",
+        f"{printable(about['path'])}: {about['kind']} {printable(about['name'])}, "
+        f"{n_of(about['n_cells'], 'cells')}, {n_of(about['n_points'], 'points')}",
+        f"  source   {printable(str(source.get('path', 'none')))}",
         f"  method   {method['name']}({options}), halo depth {about['halo_depth']}",
         f"  fields   {fields or 'none'}",
         f"  content  {about['content']} (SHA-256)",
@@ -207,7 +207,7 @@ def _fields(fields: Mapping[str, Array], on: str) -> Iterator[dict[str, Any]]:
 def _field_line(field: Mapping[str, Any]) -> str:
     where = f"{field['on']:6} {field['dtype']:8} x{field['width']}"
     span = field.get("range")
-    text = f"  {where:22} {field['name']}"
+    text = f"  {where:22} {printable(field['name'])}"
     if span is not None:
         text += f"  [{span[0]:.6g}, {span[1]:.6g}]"
     if field.get("not_finite"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import isfinite
 from typing import Any
 
-from meshshard.cli.output import add_output_options, fail, print_warnings
+from meshshard.cli.output import add_output_options, fail, print_warnings, say
 
 __all__ = ["add_view"]
 
@@ -56,7 +56,7 @@ def _run(args: argparse.Namespace) -> int:
         viz.view(args.folder, png=args.png, html=args.html, show=args.show,
                  explode=args.explode, field=args.field, style=style)  # fmt: skip
     if not args.quiet:
-        print("\n".join(f"{path}: written" for path in (args.png, args.html) if path))
+        say("\n".join(f"{path}: written" for path in (args.png, args.html) if path))
     return 0
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
 from meshshard.errors import StoreError
+from meshshard.processes import die_with_parent
 
 __all__ = ["on_dask", "on_processes"]
 
@@ -61,7 +63,9 @@ def on_processes(task: Task, folders: Mapping[str, Path], job: Any, jobs: int) -
 
 
 def _work(task: Task, answer: Any, path: str, folder: str, job: Any) -> None:
-    """Entry point of a process; the parent process handles Ctrl-C."""
+    """Entry point of a process; it ends with the parent process, which handles Ctrl-C."""
+    parent = parent_process()
+    die_with_parent(parent.pid if parent else None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     answer.send(task(path, folder, job))

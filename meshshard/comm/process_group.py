@@ -20,6 +20,7 @@ from torch.utils.data import get_worker_info
 from meshshard.comm.matching import Matching, call_of, end_calls, matching_of
 from meshshard.comm.transport import Transport, Work
 from meshshard.comm.workers import inherited, not_a_rank
+from meshshard.processes import loopback_interface
 
 __all__ = ["ProcessGroupTransport", "host_store"]
 
@@ -52,7 +53,8 @@ class ProcessGroupTransport(Transport):
     def default(cls, device: torch.device, timeout: float) -> ProcessGroupTransport | None:
         """The default process group; if there is none, initialize it from `env://`.
 
-        A group that is initialized here is destroyed when the interpreter exits.
+        A group that is initialized here is destroyed when the interpreter exits. If all ranks are
+        on this machine, they listen on the loopback interface only.
 
         Args:
             device: the backend is NCCL for CUDA devices, else gloo.
@@ -68,7 +70,12 @@ class ProcessGroupTransport(Transport):
         if get_worker_info() is not None:
             raise not_a_rank()
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        limit = timedelta(seconds=timeout)
+        store = _loopback_store(limit)
+        if backend == "gloo" and (store or _one_machine()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+        rank, size = (int(os.environ[v]) if store else -1 for v in ("RANK", "WORLD_SIZE"))
+        dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
         transport = cls(dist.group.WORLD)
         if backend == "gloo":  # also a barrier: no rank may exit while others still connect to it
             matching_of(transport.group, transport._gather)
@@ -137,6 +144,26 @@ class ProcessGroupTransport(Transport):
             end_calls(self.group)
             self.group = None
             dist.destroy_process_group()
+
+
+def _one_machine() -> bool:
+    """Whether the launcher says that all ranks are on this machine."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+
+
+def _loopback_store(limit: timedelta) -> TCPStore | None:
+    """The store of ranks whose master has a loopback address, which `env://` would serve to all.
+
+    Returns:
+        None if the address is another one, or the launcher serves the store.
+    """
+    host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if served or host not in ("127.0.0.1", "localhost") or "RANK" not in os.environ:
+        return None
+    if os.environ["RANK"] == "0":
+        return host_store(socket.create_server(("127.0.0.1", port)))
+    return TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
 
 
 def host_store(listener: socket.socket) -> TCPStore:

@@ -22,7 +22,10 @@ from meshshard.io.readers.vtk_xml import DTYPES
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.cells import LINE, POLY_LINE, POLYGON, QUAD, TRIANGLE, VERTEX, types_present
 
-__all__ = ["in_xml", "is_polydata", "vtk_storable", "vtk_type", "write_npz", "write_vtk"]
+__all__ = [
+    "file_stem", "in_xml", "is_polydata", "vtk_storable", "vtk_type", "write_npz", "write_vtk",
+    "xml_fields",
+]  # fmt: skip
 
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "Bit"}  # VTK's, by NumPy type
 FLAT = {LINE, POLY_LINE, TRIANGLE, POLYGON, QUAD}  # cell types that PolyData can hold
@@ -37,6 +40,22 @@ def is_polydata(mesh: Mesh) -> bool:
 def in_xml(name: str) -> str:
     """A name as a quoted attribute; characters that XML cannot represent become "_"."""
     return quoteattr(_NOT_XML.sub("_", name))
+
+
+def xml_fields(fields: Mapping[str, Array]) -> dict[str, Array]:
+    """The fields, with "_" for characters in names that XML cannot represent; no two alike."""
+    out: dict[str, Array] = {}
+    for name, values in fields.items():
+        new = _NOT_XML.sub("_", name)
+        while new in out or (new != name and new in fields):
+            new += "_"
+        out[new] = values
+    return out
+
+
+def file_stem(name: str) -> str:
+    """The name of a file that other files list: "_" for control characters, as in `in_xml`."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "_", _NOT_XML.sub("_", name))
 
 
 class _Arrays:
@@ -61,7 +80,7 @@ class _Arrays:
 
     def section(self, name: str, arrays: Mapping[str, Array]) -> str:
         """Add arrays; returns an element that contains their DataArray elements."""
-        body = "".join(self.tag(values, key) for key, values in arrays.items())
+        body = "".join(self.tag(values, key) for key, values in xml_fields(arrays).items())
         return f"<{name}>\n{body}</{name}>\n"
 
     def append_to(self, file: BinaryIO) -> None:

@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from meshshard.processes import how_it_ended
+from meshshard.errors import printable
+from meshshard.processes import how_it_ended, loopback_interface
 
 __all__ = ["launch"]
 
@@ -21,6 +22,7 @@ LOOPBACK = "127.0.0.1"
 INTERVAL = 0.05  # seconds between two checks of the processes
 SETTLE = 1.0  # seconds in which a rank that was killed is found, after another has reported
 GRACE = 10.0  # seconds that a rank has to end before it is killed
+GUARD = 'while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups'
 
 
 class Failure(NamedTuple):
@@ -36,8 +38,8 @@ def launch(ranks: int, words: Sequence[str]) -> int:
 
     Ranks find each other as under torchrun (`env://`), but the store and gloo listen on the
     loopback interface only. If a rank fails, the others are ended, and why it failed is the last
-    line on standard error. No rank outlives this function, nor (on Linux) this process; children of
-    a rank end with it unless they have a session of their own.
+    line on standard error. No rank and no child of a rank outlives this function or this process,
+    however it ends, unless the child has a session of its own.
 
     Args:
         ranks: number of processes.
@@ -52,18 +54,28 @@ def launch(ranks: int, words: Sequence[str]) -> int:
         failure = started.wait()
     if failure is None:
         return 0
-    sys.stderr.write(f"error: rank {failure.rank}: {failure.reason}\n")
+    sys.stderr.write(f"error: rank {failure.rank}: {printable(failure.reason)}\n")
     return failure.code
 
 
 class _Ranks:
-    """The processes of the ranks, and a pipe on which they report why they fail."""
+    """The processes of the ranks, a pipe on which they report why they fail, and their guard.
+
+    The guard is a shell that reads the process groups of the ranks, and kills them when its input
+    ends: if this process is killed, the kernel ends the ranks, but not their children.
+    """
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._reported: dict[int, Failure] = {}  # in the order of the reports
+        groups, self._groups = os.pipe()
+        shell = ["/bin/sh", "-c", GUARD]
+        self._guard = subprocess.Popen(
+            shell, stdin=groups, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        os.close(groups)
 
     def start(self, ranks: int, words: Sequence[str]) -> None:
         """Start the processes, then host the store through which they find each other."""
@@ -78,6 +90,7 @@ class _Ranks:
                 start_new_session=True,  # signals of the terminal come here only
             )
             self._processes.append(process)
+            os.write(self._groups, b"%d\n" % process.pid)
         from meshshard.comm.process_group import host_store  # torch, while the ranks load it too
 
         self._store = host_store(listener)
@@ -126,20 +139,21 @@ class _Ranks:
             while time.monotonic() < deadline and None in map(_exit_code, self._processes):
                 time.sleep(INTERVAL)
         finally:
+            self._guard.kill()  # before the numbers of the groups are free
+            self._guard.wait()
             for process in self._processes:
                 _signal(process, signal.SIGKILL)
                 process.wait()
             os.close(self._reader)
             os.close(self._writer)
+            os.close(self._groups)
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """The variables of `env://`; sockets on the loopback interface, unless the user chose one."""
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = "lo0" if "lo0" in names else "lo"
     return {
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
+        "GLOO_SOCKET_IFNAME": loopback_interface(),
+        "NCCL_SOCKET_IFNAME": loopback_interface(),
         "OMP_NUM_THREADS": "1",
         **os.environ,
         "RANK": str(rank),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshshard.atomic_write import report_write_errors
-from meshshard.io.writers import in_xml, is_polydata, vtk_type, write_vtk
+from meshshard.atomic_write import atomic_file, report_write_errors
+from meshshard.io.writers import file_stem, in_xml, is_polydata, vtk_type, write_vtk, xml_fields
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.inspection import weld
 from meshshard.mesh.ragged import gather_rows
@@ -44,7 +44,7 @@ def export(folder: Folder, directory: str | Path, *, ghosts: bool = False) -> Pa
     directory = Path(directory)
     with report_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    stem = Path(folder.manifest["name"]).stem or "mesh"
+    stem = file_stem(Path(folder.manifest["name"]).stem) or "mesh"  # the files list it
     flat = all(is_polydata(folder.piece(p).mesh) for p in range(folder.k))
     files, sample = [], None
     for shard, mesh in enumerate(_pieces(folder, ghosts)):
@@ -54,10 +54,14 @@ def export(folder: Folder, directory: str | Path, *, ghosts: bool = False) -> Pa
         sample = sample or mesh
     assert sample is not None
     whole = directory / f"{stem}.{'pvtp' if flat else 'pvtu'}"
-    with report_write_errors(directory):
-        (directory / f"{stem}.vtm").write_text(_multiblock(files), encoding="utf-8")
-        whole.write_text(_parallel(files, sample, flat, ghosts), encoding="utf-8")
+    _write(directory / f"{stem}.vtm", _multiblock(files))
+    _write(whole, _parallel(files, sample, flat, ghosts))
     return whole
+
+
+def _write(path: Path, text: str) -> None:
+    with report_write_errors(path), atomic_file(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def _pieces(folder: Folder, ghosts: bool) -> Iterator[Mesh]:
@@ -155,7 +159,7 @@ def _declared(fields: Mapping[str, Array]) -> str:
     return "".join(
         f'<PDataArray type="{vtk_type(a)}" Name={in_xml(name)} '
         f'NumberOfComponents="{int(np.prod(a.shape[1:], dtype=int))}"/>\n'
-        for name, a in fields.items()
+        for name, a in xml_fields(fields).items()
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshshard.atomic_write import atomic_file, report_write_errors
 from meshshard.mesh import Array
 from meshshard.viz.camera import default_direction, view_axes
 from meshshard.viz.colors import INK
@@ -38,7 +39,8 @@ class Svg:
 
     def save(self, path: str | Path) -> Path:
         """Write the chart to a file, and return its path."""
-        Path(path).write_text(self.text, encoding="utf-8")
+        with report_write_errors(Path(path)), atomic_file(Path(path)) as part:
+            part.write_text(self.text, encoding="utf-8")
         return Path(path)
 
 

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from meshshard.atomic_write import atomic_file, report_write_errors
 from meshshard.errors import RenderError
 from meshshard.mesh import Array
 from meshshard.viz.colors import INK
@@ -57,7 +58,8 @@ def write_page(made: Any, path: Path, lines: list[str], legend: list[str], color
     head = head.replace(ICONS, "data:,").replace("<head>", f"<head>{OFFLINE}", 1)
     head = re.sub("<title>.*?</title>", lambda _: f"<title>{title}</title>", head, count=1)
     page = f'{head}<style>{STYLE}</style><div class="content"></div>{text}{tag}{tail}'
-    path.write_text(page, encoding="utf-8")
+    with report_write_errors(path), atomic_file(path) as part:
+        part.write_text(page, encoding="utf-8")
 
 
 def _viewer(made: Any) -> str:

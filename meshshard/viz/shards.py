@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from meshshard.atomic_write import atomic_file, report_write_errors
 from meshshard.errors import RenderError, n_of
 from meshshard.mesh import Array, Mesh
 from meshshard.viz.annotations import (
@@ -346,7 +347,8 @@ def view(
         written.append(Path(html))
     if png is not None:
         made = _picture(scene, field)
-        made.screenshot(str(png))
+        with report_write_errors(Path(png)), atomic_file(Path(png)) as part:
+            made.screenshot(str(part))
         made.close()
         written.append(Path(png))
     if show:
