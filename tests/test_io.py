@@ -281,7 +281,7 @@ def test_time_steps(load):
     with pytest.raises(ReadError, match=r"\(0, 0.5\); choose one with --time"):
         load("a.pvd", text)
     assert load("a.pvd", text, time=0.5).n_cells == 1
-    with pytest.raises(ReadError, match="no time 7"):
+    with pytest.raises(ReadError, match=r"no time step 7; choose one of 0, 0\.5"):
         load("a.pvd", text, time=7)
 
 

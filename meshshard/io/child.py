@@ -61,7 +61,10 @@ def read_in_child(path: Path, time: float | None = None) -> list[Dataset]:
             ended = how_it_ended(done.returncode, done.stderr)
             raise ReadError(f"{path}: its reader {ended}; is the file damaged?")
         out.seek(0)
-        return _unpack(out)
+        datasets = _unpack(out)
+    if printed := (done.stdout + done.stderr).decode(errors="replace").split():
+        warn(f"{path}: its reader printed: {' '.join(printed)[:300]}")
+    return datasets
 
 
 def serve(read: Callable[[], list[Dataset]], descriptor: int) -> None:
@@ -99,10 +102,10 @@ def _pack(datasets: list[Dataset], header: dict[str, Any], out: IO[bytes]) -> No
 def _unpack(out: IO[bytes]) -> list[Dataset]:
     with np.load(out, allow_pickle=False) as file:
         header = json.loads(str(file["header"]))
-        for message in header["warnings"]:
-            warn(message)
         if header["error"]:
             raise ReadError(header["error"])
+        for message in header["warnings"]:
+            warn(message)
         return [_dataset(file, i, own) for i, own in enumerate(header["datasets"])]
 
 

@@ -30,15 +30,18 @@ from meshshard.mesh.cells import (
 from meshshard.mesh.checks import check_cells, check_names, check_points, warn, warn_fields
 from meshshard.mesh.ragged import gather_rows, no_rows, offsets_of
 
-__all__ = ["Dataset", "free_name", "to_mesh"]
+__all__ = ["Dataset", "field_name", "free_name", "to_mesh"]
 
 Fields = dict[str, Array]
 GHOST = "vtkGhostType"
+HIDING = 1 | 8 | 32  # its bits for which VTK removes a cell: duplicate, refined, hidden
 RESERVED = ("part_id", "shard", "shard_id", "global_id", "halo")  # arrays that meshshard writes
 REORDERED = {  # cell type in the file: cell type in a Mesh, and the permutation of its points
     PIXEL: (QUAD, [0, 1, 3, 2]),
     VOXEL: (HEXAHEDRON, [0, 1, 3, 2, 4, 5, 7, 6]),
 }
+CURVED = (68, 75)  # first Lagrange and Bezier cell types; those of order 1 are the linear cells:
+LINEAR = ((3, 2), (5, 3), (9, 4), (10, 4), (12, 8), (13, 6), (14, 5))  # type, number of points
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +82,7 @@ def to_mesh(datasets: Iterable[Dataset], name: str) -> Mesh:
         ReadError: the file has no points, or all cells are ghost cells.
         MeshError: ids, offsets, numbers of points per cell or coordinates are invalid.
     """
-    stored = [dataset for dataset in datasets if len(dataset.points)]
+    stored = [_with_linear_cells(dataset) for dataset in datasets if len(dataset.points)]
     if not stored:
         raise ReadError(f"{name}: empty: no points, so there is nothing to partition")
     for dataset in stored:
@@ -106,20 +109,34 @@ def to_mesh(datasets: Iterable[Dataset], name: str) -> Mesh:
     return mesh
 
 
+def _with_linear_cells(dataset: Dataset) -> Dataset:
+    """Lagrange and Bezier cells of order 1 under the type of the linear cell."""
+    present, types = types_present(dataset.types), dataset.types
+    for first in CURVED:
+        for number, (linear, n_points) in enumerate(LINEAR, first):
+            if number in present:
+                order_one = (types == number) & (np.diff(dataset.offsets) == n_points)
+                types = np.where(order_one, linear, types).astype(np.uint8)
+    return dataset if types is dataset.types else replace(dataset, types=types)
+
+
 def _without_ghosts(dataset: Dataset, name: str) -> Dataset:
-    """Remove the cells that vtkGhostType marks as copies of cells of another piece."""
+    """Remove the cells that VTK hides: copies of cells of another piece, refined and blank ones."""
     points, cells = dict(dataset.point_fields), dict(dataset.cell_fields)
     if points.pop(GHOST, np.zeros(0)).any():
         warn(f"{name}: point array {GHOST} (ghost points) is ignored")
     ghost = cells.pop(GHOST, None)
     dataset = replace(dataset, point_fields=points, cell_fields=cells)
-    if ghost is None or not (ghost > 0).any():
+    if ghost is None:
         return dataset
-    keep = np.flatnonzero(ghost == 0)
-    warn(f"{name}: {n_of(len(ghost) - len(keep), 'ghost cells')} left out ({GHOST} > 0)")
+    hidden = ghost.astype(np.uint8) & HIDING > 0
+    if not hidden.any():
+        return dataset
+    keep = np.flatnonzero(~hidden)
+    warn(f"{name}: {n_of(len(ghost) - len(keep), 'ghost cells')} left out ({GHOST})")
     if not len(keep):
         raise ReadError(
-            f"{name}: all {len(ghost)} cells are ghost cells ({GHOST} > 0); "
+            f"{name}: all {len(ghost)} cells are ghost cells ({GHOST}); "
             "read the piece that owns them"
         )
     return _take(dataset, keep)
@@ -303,10 +320,10 @@ def _joined_fields(parts: Sequence[tuple[Fields, int]], name: str) -> Fields:
             warn(f"{name}: field '{key}' left out: its type or width differs between pieces")
             continue
         if missing and have[0].dtype.kind != "f":
-            warn(f"{name}: field '{key}' left out: {missing} pieces lack it")
+            warn(f"{name}: field '{key}' left out: {missing} of {len(parts)} pieces lack it")
             continue
         if missing:
-            warn(f"{name}: field '{key}': NaN where {missing} pieces lack it")
+            warn(f"{name}: field '{key}': NaN in {missing} of {len(parts)} pieces, which lack it")
         like = have[0]
         out[key] = np.concatenate(
             [fields[key] if key in fields else _nan(n, like) for fields, n in parts]
@@ -331,6 +348,16 @@ def _origin(pairs: Sequence[tuple[Dataset, int]]) -> Array | None:
 def _block_names(datasets: Sequence[Dataset]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(dataset.block for dataset in datasets))
     return names if len(names) > 1 else ()
+
+
+def field_name(name: str | None, i: int, taken: Container[str], kind: str, where: str) -> str:
+    """Name of array number `i` of a file; a missing or repeated one is replaced with a warning."""
+    if not name:
+        warn(f"{where}: {kind} array {i} has no name; it is called 'array {i}'")
+        name = f"array {i}"
+    if name in taken:
+        warn(f"{where}: two {kind} arrays are called '{name}'; the later is renamed")
+    return free_name(name, taken)
 
 
 def free_name(name: str, taken: Container[str]) -> str:

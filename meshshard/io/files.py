@@ -16,6 +16,7 @@ from meshshard.errors import MeshshardError, ReadError
 from meshshard.io.child import read_in_child
 from meshshard.io.dataset import Dataset, to_mesh
 from meshshard.io.formats import recognize
+from meshshard.io.times import time_step
 from meshshard.io.writers import write_npz, write_vtk
 from meshshard.mesh import Mesh
 
@@ -56,6 +57,8 @@ def read(path: str | Path, *, time: float | None = None) -> Mesh:
 
 def _datasets(path: Path, time: float | None) -> list[Dataset]:
     file_format = recognize(path)
+    if not file_format.has_steps:
+        time_step(path, (), time)
     if file_format.in_child:
         return read_in_child(path, time)
     datasets: list[Dataset] = file_format.read(path, time)

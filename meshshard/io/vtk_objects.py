@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from meshshard.errors import ReadError
-from meshshard.io.dataset import Dataset, to_mesh
+from meshshard.errors import ReadError, n_of
+from meshshard.io.dataset import Dataset, field_name, to_mesh
 from meshshard.io.readers.vtk_topology import (
     SECTIONS,
     face_stream,
@@ -21,7 +21,7 @@ from meshshard.mesh import Array, Faces, Mesh
 from meshshard.mesh.checks import warn
 from meshshard.mesh.ragged import no_rows
 
-__all__ = ["datasets_of", "from_pyvista", "to_pyvista", "to_vtk"]
+__all__ = ["datasets_of", "from_pyvista", "to_pyvista", "to_vtk", "vtk_leaves"]
 
 
 def from_pyvista(dataset: Any, name: str = "mesh") -> Mesh:
@@ -50,13 +50,19 @@ def datasets_of(item: Any, name: str, above: Sequence[str] = ()) -> Iterator[Dat
     Raises:
         ReadError: the object is of another class.
     """
+    for dataset, block in vtk_leaves(item, name, above):
+        yield _dataset(dataset, name, block)
+
+
+def vtk_leaves(item: Any, name: str, above: Sequence[str] = ()) -> Iterator[tuple[Any, str]]:
+    """The vtkDataSets in a VTK object and the names of their blocks; see `datasets_of`."""
     if item is None:
         return
     if item.IsA("vtkDataSet"):
-        yield _dataset(item, name, "/".join(above))
+        yield item, "/".join(above)
         return
     for block, child in _children(item, name):
-        yield from datasets_of(child, name, (*above, *block))
+        yield from vtk_leaves(child, name, (*above, *block))
 
 
 def _children(item: Any, name: str) -> list[tuple[tuple[str, ...], Any]]:
@@ -66,7 +72,7 @@ def _children(item: Any, name: str) -> list[tuple[tuple[str, ...], Any]]:
         return [((_block_name(item, i),), item.GetBlock(i)) for i in blocks]
     if item.IsA("vtkPartitionedDataSetCollection"):
         sets = range(item.GetNumberOfPartitionedDataSets())
-        return [((str(i),), item.GetPartitionedDataSet(i)) for i in sets]
+        return [((_block_name(item, i),), item.GetPartitionedDataSet(i)) for i in sets]
     if item.IsA("vtkPartitionedDataSet"):
         return [((), item.GetPartitionAsDataObject(i)) for i in range(item.GetNumberOfPartitions())]
     raise ReadError(f"{name}: a {item.GetClassName()} is not a mesh")
@@ -82,8 +88,8 @@ def _dataset(item: Any, name: str, block: str) -> Dataset:
     return Dataset(
         _coordinates(item),
         *_cells(item, name),
-        point_fields=_fields(item.GetPointData(), name, "point") if n_points else {},
-        cell_fields=_fields(item.GetCellData(), name, "cell"),
+        point_fields=_fields(item.GetPointData(), n_points, name, "point") if n_points else {},
+        cell_fields=_fields(item.GetCellData(), item.GetNumberOfCells(), name, "cell"),
         block=block,
     )
 
@@ -135,15 +141,25 @@ def _coordinates(item: Any) -> Array:
     return _numpy(points.GetData())
 
 
-def _fields(attributes: Any, name: str, kind: str) -> dict[str, Array]:
+def _fields(attributes: Any, n: int, name: str, kind: str) -> dict[str, Array]:
+    """Numeric arrays of `n` rows; others are left out with a warning.
+
+    Raises:
+        ReadError: an array has another number of rows.
+    """
     out: dict[str, Array] = {}
     for i in range(attributes.GetNumberOfArrays()):
         array = attributes.GetAbstractArray(i)
-        label = array.GetName() or f"array {i}"
+        label = field_name(array.GetName(), i, out, kind, name)
         if not array.IsA("vtkDataArray"):
             warn(f"{name}: {kind} array '{label}' is not numeric, left out")
             continue
         out[label] = _numpy(array)
+        if len(out[label]) != n:
+            raise ReadError(
+                f"{name}: {kind} array '{label}' has {n_of(len(out[label]), 'rows')} for "
+                f"{n_of(n, f'{kind}s')}; it is cut short, or belongs to another mesh"
+            )
     return out
 
 

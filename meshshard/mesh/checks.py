@@ -132,7 +132,10 @@ def _check_counts(counts: Array, types: Array, name: str) -> None:
         cell = cell_type(number)
         if cell is None:
             first = int(np.argmax(types == number))
-            raise MeshError(f"{name}: VTK cell type {number} of cell {first} is not supported")
+            raise MeshError(
+                f"{name}: VTK cell type {number} of cell {first} is not supported; convert the "
+                "cells to linear ones, in ParaView with the filter Tessellate"
+            )
         of_type = counts if len(present) == 1 else counts[types == number]
         least, most = cell.n_points or cell.least, cell.n_points or of_type.max()
         if of_type.min() >= least and of_type.max() <= most:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from meshshard.errors import ReadError
-from meshshard.io.dataset import Dataset, free_name
+from meshshard.io.dataset import Dataset, field_name
 from meshshard.io.readers.vtk_topology import (
     MAX_IMPLICIT_POINTS,
     SECTIONS,
@@ -22,6 +22,7 @@ from meshshard.io.readers.vtk_topology import (
     structured_cells,
 )
 from meshshard.io.readers.vtk_xml import XmlFile
+from meshshard.io.times import time_step
 from meshshard.mesh import Array, Faces
 from meshshard.mesh.checks import warn
 from meshshard.mesh.ragged import no_rows
@@ -75,12 +76,12 @@ def _read(path: Path, time: float | None, opened: _Opened, depth: int) -> list[D
         return list(_blocks(body, path, opened, depth, ()))
     if kind == "Collection":
         return _step(body, path, opened, depth, time)
+    time_step(path, (), time)
     if kind.startswith("P") and body.find("Piece[@Source]") is not None:
-        return [
-            dataset
-            for piece in body.findall("Piece")
-            for dataset in _follow(piece.get("Source"), path, opened, depth)
-        ]
+        sources = [piece.get("Source") for piece in body.findall("Piece")]
+        found = [data for source in sources for data in _follow(source, path, opened, depth)]
+        _warn_missing(body, found, path)
+        return found
     read_piece = _KINDS.get(kind)
     if read_piece is None:
         raise ReadError(
@@ -88,6 +89,16 @@ def _read(path: Path, time: float | None, opened: _Opened, depth: int) -> list[D
             f"these can: {', '.join([*_KINDS, *COMPOSITE])}"
         )
     return [read_piece(file, body, piece) for piece in body.findall("Piece")]
+
+
+def _warn_missing(body: Element, pieces: Sequence[Dataset], path: Path) -> None:
+    """Warn about arrays that the index of a parallel file lists and no piece has."""
+    for kind, section in (("point", "PPointData"), ("cell", "PCellData")):
+        have = {name for piece in pieces for name in getattr(piece, f"{kind}_fields")}
+        listed = body.find(section)
+        for array in listed if listed is not None else ():
+            if (name := array.get("Name")) and name not in have:
+                warn(f"{path}: {kind} array '{name}' is listed, but no piece has it")
 
 
 def _follow(name: str | None, path: Path, opened: _Opened, depth: int) -> list[Dataset]:
@@ -135,13 +146,7 @@ def _step(
 ) -> list[Dataset]:
     """One time step of a collection: the given one, or the only one."""
     entries = [(_number(d.get("timestep", "0"), path), d.get("file")) for d in body]
-    times = sorted({t for t, _ in entries})
-    listed = ", ".join(f"{t:g}" for t in times)
-    if time is None and len(times) > 1:
-        raise ReadError(f"{path}: {len(times)} time steps ({listed}); choose one with --time T")
-    wanted = times[0] if time is None and times else time
-    if wanted not in times:
-        raise ReadError(f"{path}: has no time {wanted}; it has {listed or 'none'}")
+    wanted = time_step(path, [t for t, _ in entries], time)
     files = (name for t, name in entries if t == wanted)
     return [dataset for name in files for dataset in _follow(name, path, opened, depth)]
 
@@ -277,13 +282,10 @@ def _fields(file: XmlFile, section: Element | None, n: int, kind: str) -> dict[s
     """Numeric arrays of a section, in file order; others are left out with a warning."""
     out: dict[str, Array] = {}
     for i, array in enumerate(section if section is not None else ()):
-        name = array.get("Name") or f"array {i}"
+        name = field_name(array.get("Name"), i, out, kind, str(file.path))
         if array.get("type") == "String" or array.tag != "DataArray":
             warn(f"{file.path}: {kind} array '{name}' is not numeric, left out")
             continue
-        if name in out:
-            warn(f"{file.path}: two {kind} arrays are called '{name}'; the later is renamed")
-            name = free_name(name, out)
         width = _count(array, "NumberOfComponents", file.path) or 1
         values = file.values(array, n * width)
         out[name] = values.reshape(n, width) if width > 1 else values
