@@ -13,7 +13,8 @@ import numpy as np
 from meshshard.cli.output import add_output_options, fail, print_json, print_warnings, say, warn
 from meshshard.errors import MeshshardError, MeshWarning, n_of, printable
 from meshshard.mesh import Array, Mesh
-from meshshard.mesh.cells import CELL_TYPES
+from meshshard.mesh.facets import Matches
+from meshshard.mesh.mesh import cell_counts
 
 __all__ = ["about", "add_info", "add_validate", "lines", "verdict"]
 
@@ -78,28 +79,39 @@ def about(path: str | Path, time: float | None = None) -> dict[str, Any]:
 
 def about_mesh(mesh: Mesh) -> dict[str, Any]:
     """Counts, bounds, fields, components and findings of a mesh."""
-    from meshshard.mesh.inspection import inspect
-
-    types = np.bincount(mesh.types, minlength=1)
     bounds = [mesh.points.min(axis=0), mesh.points.max(axis=0)] if mesh.n_points else []
     found: dict[str, Any] = {
         "name": mesh.name,
         "kind": mesh.kind,
         "points": mesh.n_points,
         "cells": mesh.n_cells,
-        "cell_types": {CELL_TYPES[int(t)].name: int(types[t]) for t in np.flatnonzero(types)},
+        "cell_types": cell_counts(mesh),
         "bounds": [[float(x) for x in b] for b in bounds],
         "points_dtype": str(mesh.points.dtype),
         "offset": [float(x) for x in mesh.offset],
         "blocks": list(mesh.blocks),
         "fields": [*_fields(mesh.cell_fields, "cells"), *_fields(mesh.point_fields, "points")],
     }
-    inspection = inspect(mesh)
-    found["findings"] = inspection.findings(mesh)
-    if mesh.n_cells:
-        found |= {"open_facets": inspection.open, "shared_facets": inspection.shared}
-        found["components"] = _components(mesh)
-    return found
+    return found | _inspected(mesh)
+
+
+def _inspected(mesh: Mesh) -> dict[str, Any]:
+    """Findings, open facets and components, with points at the same place merged as for a cut."""
+    from meshshard.mesh.inspection import inspect, weld_and_match
+
+    if not mesh.n_cells:
+        return {"findings": inspect(mesh).findings(mesh)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MeshWarning)  # the findings below say the same
+        mesh, matches = weld_and_match(mesh)
+    inspection = inspect(mesh, matches)
+    return {
+        "findings": inspection.findings(mesh),
+        "welded": inspection.welded,
+        "open_facets": inspection.open,
+        "shared_facets": inspection.shared,
+        "components": _components(mesh, matches),
+    }
 
 
 def lines(about: Mapping[str, Any]) -> list[str]:
@@ -119,6 +131,8 @@ def lines(about: Mapping[str, Any]) -> list[str]:
             f"  open {facet}  {about['open_facets']:,}; in three or more cells: "
             f"{about['shared_facets']:,}",
         ]
+        if about["welded"]:
+            out[1] += f" ({about['welded']:,} at the place of another, merged for adjacency)"
     if about["bounds"]:
         low, high = about["bounds"]
         box = " x ".join(f"[{a:.6g}, {b:.6g}]" for a, b in zip(low, high, strict=True))
@@ -215,12 +229,12 @@ def _field_line(field: Mapping[str, Any]) -> str:
     return text
 
 
-def _components(mesh: Mesh) -> int:
+def _components(mesh: Mesh, matches: Matches) -> int:
     """Number of connected components of the cells, linked by shared facets."""
     from scipy.sparse.csgraph import connected_components
 
     from meshshard.graph.graph import cell_graph, scipy_rows
 
-    graph = cell_graph(mesh)
+    graph = cell_graph(mesh, matches)
     links = scipy_rows(graph.indptr, graph.indices)
     return int(connected_components(links, directed=True, connection="strong")[0])

@@ -29,6 +29,7 @@ class Inspection:
         collapsed: ids of cells of zero area or with a repeated corner.
         copies: ids of cells with the same points as an earlier cell.
         coincident: number of points of a cloud at the place of an earlier one.
+        apart: number of cells that share no facet with another, if they are most of several.
     """
 
     orphans: int = 0
@@ -39,6 +40,7 @@ class Inspection:
     collapsed: tuple[int, ...] = ()
     copies: tuple[int, ...] = ()
     coincident: int = 0
+    apart: int = 0
 
     def findings(self, mesh: Mesh) -> list[str]:
         """One line per irregularity that affects training, with the name of the mesh."""
@@ -67,6 +69,12 @@ class Inspection:
                 f"{n_of(self.coincident, 'points')} coincident with others (duplicates): their "
                 "nearest neighbors are at distance zero"
             )
+        if self.apart:
+            facet = "face" if mesh.dim == 3 else "edge"
+            lines.append(
+                f"{self.apart:,} of {n_of(mesh.n_cells, 'cells')} share no {facet} with another: "
+                "nothing connects them; merge the points of neighbors with --weld TOL"
+            )
         return [f"{mesh.name}: {line}" for line in lines]
 
 
@@ -80,6 +88,9 @@ def inspect(mesh: Mesh, found: Matches | None = None) -> Inspection:
     if not mesh.n_cells:
         return Inspection(coincident=len(mesh.points) - len(np.unique(coincident(mesh.points))))
     found = match(facets(mesh), mesh.n_points) if found is None else found
+    apart = np.ones(mesh.n_cells, bool)
+    apart[found.facets.owner[np.concatenate([found.first, found.second])]] = False
+    n_apart = int(apart.sum()) if mesh.dim > 1 and mesh.n_cells > 1 else 0
     used = np.zeros(mesh.n_points, bool)
     used[mesh.connectivity] = True
     return Inspection(
@@ -90,6 +101,7 @@ def inspect(mesh: Mesh, found: Matches | None = None) -> Inspection:
         turned=_turned(found),
         collapsed=_collapsed(mesh, found.facets),
         copies=_copies(mesh, found),
+        apart=n_apart if 2 * n_apart > mesh.n_cells else 0,
     )
 
 

@@ -16,7 +16,7 @@ from meshshard.mesh.arrays import Array
 from meshshard.mesh.cells import CELL_TYPES, POLYGON, QUAD, TRIANGLE, types_present
 from meshshard.mesh.ragged import gather_rows
 
-__all__ = ["Faces", "Mesh", "vector_area"]
+__all__ = ["Faces", "Mesh", "cell_counts", "vector_area"]
 
 CHUNK = 1 << 15  # cells per chunk, so that the gathered corners stay in cache
 
@@ -230,16 +230,23 @@ class Mesh:
             )
 
 
-def _counted(mesh: Mesh) -> str:
-    """Number of cells by type; polygons of 3 and 4 corners count as triangles and quads."""
+def cell_counts(mesh: Mesh) -> dict[str, int]:
+    """Number of cells by type, the most first; polygons of 3 or 4 corners as triangles, quads."""
     types, corners = mesh.types, np.diff(mesh.offsets)
     for n, like in ((3, TRIANGLE), (4, QUAD)):
         types = np.where((types == POLYGON) & (corners == n), np.uint8(like), types)
-    most = f" (up to {corners[types == POLYGON].max(initial=0)} corners)"
     found = np.bincount(types)
+    order = np.argsort(-found)[: np.count_nonzero(found)]
+    return {CELL_TYPES[int(t)].name: int(found[t]) for t in order}
+
+
+def _counted(mesh: Mesh) -> str:
+    """The numbers of `cell_counts`, and the most corners of a polygon."""
+    corners = np.diff(mesh.offsets)[mesh.types == POLYGON]
+    most = f" (up to {corners.max(initial=0)} corners)"
     return ", ".join(
-        f"{found[t]:,} {CELL_TYPES[int(t)].name}" + (most if t == POLYGON else "")
-        for t in np.argsort(-found)[: np.count_nonzero(found)]
+        f"{n:,} {name}" + (most if name == "polygon" else "")
+        for name, n in cell_counts(mesh).items()
     )
 
 
