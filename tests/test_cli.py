@@ -284,7 +284,13 @@ def test_validate_finds_damage(body: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_info_of_a_file(body: str, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = call(capsys, "info", body)
-    for said in ("9,794 (9,737 quad, 57 polygon)", "components  1 by", "open edges", "pMeanTrim", "bounds"):
+    for said in (
+        "9,794 (9,737 quad, 57 polygon)",
+        "components  1 by",
+        "open edges",
+        "pMeanTrim",
+        "bounds",
+    ):
         assert said in out.replace("cells       ", "").replace("  ", "  ")
     assert call(capsys, "info", body, "-q") == ("", "")
     _, err = call(capsys, "info", "nowhere.vtp", code=1)

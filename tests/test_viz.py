@@ -26,11 +26,22 @@ from meshshard.errors import MeshWarning, RenderError, StoreError
 from meshshard.graph import Graph
 from meshshard.mesh import Mesh
 from meshshard.partitioning.partition import Partition, partition
-from meshshard.viz import Style, Subject, plot_bars, plot_rank_graph, plot_shards, view
+from meshshard.viz import (
+    Panel,
+    Scale,
+    Style,
+    Subject,
+    plot_bars,
+    plot_panels,
+    plot_prediction,
+    plot_rank_graph,
+    plot_shards,
+    scale_of,
+    view,
+)
 from meshshard.viz.annotations import label_positions
 from meshshard.viz.camera import default_direction
 from meshshard.viz.colors import _TO_LINEAR, _TO_LMS, palette, shard_colors
-from meshshard.viz.scales import scale_of
 from meshshard.viz.scene import scene_of
 
 pytestmark = pytest.mark.slow
@@ -182,7 +193,8 @@ def test_colors_of_a_field_are_those_of_its_bar(parts: Partition) -> None:
 
 @pytest.mark.parametrize(("values", "scale", "ticks", "notes"), [
     ([0.0, 9.7], ("a", 0.0, 9.7, "viridis"), ["0", "2", "4", "6", "8"], []),
-    ([-1.84, 0.99], ("a", -1.84, 1.84, "coolwarm"), ["-1", "0", "1"], []),
+    ([-1.84, 0.99], ("a", -1.84, 1.84, "coolwarm"),
+     ["-1.5", "-1.0", "-0.5", "0.0", "0.5", "1.0", "1.5"], []),
     ([-0.01, 40.0, np.nan], ("a", -0.01, 40.0, "viridis"), ["0", "10", "20", "30", "40"],
      ["black: no value"]),
     ([3.0, 3.0], ("a", 1.5, 4.5, "viridis"), None, []),
@@ -329,6 +341,47 @@ def test_invalid_requests_are_render_errors(mesh: Mesh, parts: Partition, tmp_pa
         plot_shards(solid, halo=0, style=Style(slice="x"))
 
 
+# ------------------------------------------------------------------------------------------ panels
+def test_truth_and_prediction_share_colors_and_the_error_has_its_own(parts: Partition) -> None:
+    true = parts.mesh.cell_fields["CpMeanTrim"].astype(float)
+    size = (1500, 450)
+    made = plot_prediction(parts, "CpMeanTrim", 0.5 * true, style=Style(size=size, off_screen=True))
+    picture = made.screenshot(return_img=True)
+    made.close()
+    truth, found, error = (picture[60:360, x : x + 500].reshape(-1, 3) for x in (0, 500, 1000))
+    shared, own = (
+        np.asarray(Scale("", -m, m, cmap).table().values)[:, :3].astype(int)
+        for m, cmap in ((1.835, "coolwarm"), (0.9177, "PuOr_r"))
+    )
+    for panel, table, other in ((truth, shared, own), (found, shared, own), (error, own, shared)):
+        body = panel[panel.min(axis=1) < 240].astype(int)[::20]
+        away = [np.abs(body[:, None] - t).max(axis=2).min(axis=1) for t in (table, other)]
+        assert (away[0] <= 2).mean() > 0.8 > 0.5 > (away[1] <= 2).mean()
+    assert shared[255].tolist() not in np.unique(found, axis=0).tolist()
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_predictions_of_vectors_clouds_and_meshes(mesh: Mesh, log: bool) -> None:
+    field = mesh.cell_fields["wallShearStressMeanTrim"]
+    plot_prediction(mesh, field, field * 1.1, log=log).close()
+    cloud = Mesh(points=mesh.points, name="cloud")
+    plot_prediction(cloud, cloud.points[:, 0], cloud.points[:, 0], log=log).close()
+    with pytest.raises(RenderError, match=r"truth has shape \(9794,\), prediction \(9794, 3\)"):
+        plot_prediction(mesh, "CpMeanTrim", field)
+    with pytest.raises(RenderError, match="3 values cannot be drawn on 9,794 cells"):
+        plot_prediction(mesh, "CpMeanTrim", np.zeros(3))
+
+
+def test_panels_have_one_camera(mesh: Mesh) -> None:
+    values = mesh.cell_fields["CpMeanTrim"]
+    scales = [scale_of(values, "Cp"), scale_of(values, "Cp", clim=(-1, 1))]
+    made = plot_panels(mesh, [[Panel("a", values, s)] * 2 for s in scales], title="x")
+    cameras = {id(made.renderers[made.renderers.loc_to_index((r, c))].camera)
+               for r in (1, 3) for c in (0, 1)}  # fmt: skip
+    assert len(cameras) == 1
+    made.close()
+
+
 # ------------------------------------------------------------------------------------------ charts
 @pytest.mark.parametrize("k", [1, 8, 64])
 def test_charts_are_valid_svg_with_every_shard(mesh: Mesh, k: int, tmp_path: Path) -> None:
@@ -388,6 +441,10 @@ def test_the_command_line_has_the_options_of_a_style(parts: Partition, tmp_path:
     import pyvista
 
     assert pyvista.read(png).dimensions[:2] == (500, 300)
+    against = ["--field", "pMeanTrim", "--against", "CpMeanTrim", "--size", "900x300"]
+    assert main(["view", str(folder), "--png", str(png), *against]) == 0
+    assert pyvista.read(png).dimensions[:2] == (900, 300)
+    assert main(["view", str(folder), "--png", str(png), "--against", "CpMeanTrim"]) == 2
 
 
 @pytest.mark.parametrize(("option", "said"), [

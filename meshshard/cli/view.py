@@ -22,6 +22,8 @@ def add_view(commands: Any) -> None:
     p.add_argument("--show", action="store_true", help="open a window")
     p.add_argument("--explode", type=float, default=0.0, metavar="G", help="move shards apart [0]")
     p.add_argument("--field", metavar="NAME", help="color by a field instead of by shard")
+    p.add_argument("--against", metavar="NAME",
+        help="draw this field, --field with the same colors, and their difference")  # fmt: skip
     _add_style(p)
     add_output_options(p)
 
@@ -52,8 +54,16 @@ def _run(args: argparse.Namespace) -> int:
         slice=args.slice, focus=args.focus, zoom=args.zoom, cmap=args.cmap, clim=args.clim,
         unit=args.unit,
     )  # fmt: skip
+    if args.against and (not (args.png and args.field) or args.html or args.show or args.explode):
+        return fail("--against compares fields in a picture: it needs --field and --png only", 2)
     with print_warnings():
-        viz.view(args.folder, png=args.png, html=args.html, show=args.show,
+        if args.against:
+            names = (args.against, args.field)
+            made = viz.plot_prediction(args.folder, *names, names=names, style=style)
+            made.screenshot(args.png)
+            made.close()
+        else:
+            viz.view(args.folder, png=args.png, html=args.html, show=args.show,
                  explode=args.explode, field=args.field, style=style)  # fmt: skip
     if not args.quiet:
         say("\n".join(f"{path}: written" for path in (args.png, args.html) if path))

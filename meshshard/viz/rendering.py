@@ -162,7 +162,7 @@ def panel_size(made: Any) -> tuple[float, float]:
 
 def enlargement(size: tuple[int, int]) -> float:
     """By how much text and lines are larger than in a picture of 1200 x 760 pixels."""
-    return max(0.6, min(size[0] / 1200, size[1] / 760))
+    return max(0.6, float(np.sqrt(size[0] * size[1] / (1200 * 760))))
 
 
 def point_size(n: int, size: tuple[int, int]) -> float:

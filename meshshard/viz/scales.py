@@ -11,7 +11,7 @@ import numpy as np
 from meshshard.errors import RenderError
 from meshshard.mesh import Array
 
-__all__ = ["Scale", "scale_of"]
+__all__ = ["Scale", "magnitude", "scale_of"]
 
 SEQUENTIAL, DIVERGING = "viridis", "coolwarm"
 NO_VALUE = "black"
@@ -42,7 +42,7 @@ class Scale:
             every = max(1, math.ceil((end - start) / 5))
             powers = range(math.ceil(start - 1e-9), math.floor(end + 1e-9) + 1, every)
             return {(p - start) / (end - start): f"1e{p}" for p in powers}
-        step = _round_step((self.high - self.low) / 5)
+        step = _round_step((self.high - self.low) / 8)
         first, last = math.ceil(self.low / step - 1e-6), math.floor(self.high / step + 1e-6)
         digits = max(0, -math.floor(math.log10(step) + 1e-9))
         wide = step >= 1e5 or digits > 4
@@ -125,6 +125,11 @@ def scale_of(
         low, high = low - max(abs(low), 1.0) / 2, high + max(abs(high), 1.0) / 2
     name = f"{title} [{unit}]" if unit else title
     return Scale(name, low, high, cmap or (DIVERGING if signed else SEQUENTIAL), log)
+
+
+def magnitude(values: Array) -> Array:
+    """(n,) norms of the rows; scalars as they are."""
+    return values if values.ndim == 1 else np.linalg.norm(values.reshape(len(values), -1), axis=1)
 
 
 def _round_step(step: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshshard.atomic_write import atomic_file, report_write_errors
-from meshshard.errors import RenderError, n_of
+from meshshard.errors import n_of
 from meshshard.mesh import Array, Mesh
 from meshshard.viz.annotations import (
     add_bar,
@@ -25,11 +25,11 @@ from meshshard.viz.colors import INK, LIGHT
 from meshshard.viz.drawing import Drawing, cut_lines, drawing_of
 from meshshard.viz.html_page import write_page
 from meshshard.viz.rendering import LINE, check_window, enlargement, plotter, point_size
-from meshshard.viz.scales import Scale, scale_of
+from meshshard.viz.scales import Scale, magnitude, scale_of
 from meshshard.viz.scene import Scene, Style, scene_of
 from meshshard.viz.subject import Drawable, Subject, subject_of
 
-__all__ = ["Style", "plot_shards", "view"]
+__all__ = ["Style", "add_lines", "add_values", "plot_shards", "view"]
 
 MAX_LEGEND = 132  # shards above which a picture has no legend
 MAX_SIZES = 24  # shards above which the legend omits the sizes
@@ -80,7 +80,7 @@ def _picture(scene: Scene, field: str | None) -> Any:
         add_bar(made, _scale(scene, field), (0.87, 0.25, 20 / 1200, 0.5))
     if style.numbers:
         add_labels(made, *label_positions(_labeled(scene, body), made))
-    add_title(made, _title(subject), _notes(scene, field))
+    add_title(made, subject.title, _notes(scene, field))
     return made
 
 
@@ -93,7 +93,7 @@ def _write_html(scene: Scene, field: str | None, path: Path) -> None:
     if style.numbers:
         texts, positions = label_positions(_labeled(scene, body), made)
         add_label_plates(made, texts, positions, axes)
-    lines = [_title(subject), *_notes(scene, field)]
+    lines = [subject.title, *_notes(scene, field)]
     if field is None:
         legend, colors = [_heading(subject), *_entries(subject)], subject.colors
     else:
@@ -111,9 +111,9 @@ def _color_scale(scale: Scale) -> tuple[list[str], Array]:
 
 def _scale(scene: Scene, field: str) -> Scale:
     """The scale of a field, from all of its values, so that all views have the same colors."""
-    values, style = _values(scene.subject, field), scene.style
+    values, style = scene.subject.values(field), scene.style
     name = field if values.ndim == 1 else f"{field} magnitude"
-    return scale_of(_magnitude(values), name, unit=style.unit, cmap=style.cmap, clim=style.clim)
+    return scale_of(magnitude(values), name, unit=style.unit, cmap=style.cmap, clim=style.clim)
 
 
 def _aim(made: Any, scene: Scene, body: Drawing, margins: tuple[float, float]) -> None:
@@ -152,7 +152,7 @@ def _drawn(scene: Scene, field: str | None) -> tuple[Any, Drawing]:
     for shard in scene.shards_with_halo:
         _add_halo(made, scene, shard)
     if style.lines:
-        _add_lines(made, scene)
+        add_lines(made, scene)
     return made, body
 
 
@@ -160,7 +160,7 @@ def _notes(scene: Scene, field: str | None) -> list[str]:
     """Lines below the title."""
     notes = list(scene.notes)
     if field is not None:
-        values = _magnitude(_values(scene.subject, field))
+        values = magnitude(scene.subject.values(field))
         notes += _scale(scene, field).notes(values[np.unique(scene.body.rows)])
     if scene.halo is not None:
         n = len(scene.subject.halos[scene.halo])
@@ -183,66 +183,60 @@ def _entries(subject: Subject) -> list[str]:
     return [f"{p:>2}    {n:,}" for p, n in enumerate(subject.sizes)]
 
 
-def _title(subject: Subject) -> str:
-    name, n = Path(subject.name).name, len(subject.labels)
-    return f"{name}: {n_of(n, subject.entity)} in {n_of(subject.k, 'shards')}"
-
-
 def _add_body(made: Any, scene: Scene, body: Drawing, field: str | None) -> None:
     """Add shards, colored by shard or by a field."""
     from meshshard.io import to_pyvista
 
-    subject, style = scene.subject, scene.style
-    shown = to_pyvista(body.mesh)
-    options: dict[str, Any] = {"reset_camera": False, "line_width": LINE * enlargement(style.size)}
-    options |= _light(style)
-    if not body.mesh.n_cells:
-        size = point_size(len(body), style.size)
-        options |= {"render_points_as_spheres": True, "point_size": size}
+    subject = scene.subject
     if field is None:
+        shown = to_pyvista(body.mesh)
         shown["color"] = subject.colors[body.shard]
+        options = _options(scene, body) | _light(scene.style)
         made.add_mesh(shown, scalars="color", rgb=True, **options)
         return
-    shown["value"] = _magnitude(_values(subject, field))[body.rows]
-    options |= colored_by(_scale(scene, field))
-    made.add_mesh(shown, scalars="value", **options)
-    if body.mesh.dim == 2:  # without light, edges show the shape
-        edges = shown.extract_feature_edges(30.0, non_manifold_edges=False)
-        width = enlargement(style.size)
-        made.add_mesh(edges, color="gray", line_width=width, lighting=False, reset_camera=False)
+    values = magnitude(subject.values(field))[body.rows]
+    add_values(made, scene, body, values, _scale(scene, field))
 
 
-def colored_by(scale: Scale) -> dict[str, Any]:
-    """Options of `add_mesh` that draw values in exactly the colors of a scale, without light."""
-    return {
+def add_values(made: Any, scene: Scene, body: Drawing, values: Array, scale: Scale) -> None:
+    """Add a body in exactly the colors of a scale: without light, so that edges show its shape.
+
+    Args:
+        made: the plotter.
+        scene: what the picture contains.
+        body: what is drawn.
+        values: (n,) value of each drawn cell (point of a cloud).
+        scale: the colors.
+    """
+    from meshshard.io import to_pyvista
+
+    shown = to_pyvista(body.mesh)
+    shown["value"] = values
+    options = _options(scene, body) | {
         "cmap": scale.table(),
         "clim": (scale.low, scale.high),
+        "log_scale": scale.log,
         "lighting": False,
         "ambient": 0.0,  # VTK adds the parts of ambient and diffuse light also without light
         "diffuse": 1.0,
         "show_scalar_bar": False,
         "interpolate_before_map": True,
     }
+    made.add_mesh(shown, scalars="value", **options)
+    if body.mesh.dim == 2:
+        edges = shown.extract_feature_edges(30.0, non_manifold_edges=False)
+        width = enlargement(scene.style.size)
+        made.add_mesh(edges, color="gray", line_width=width, lighting=False, reset_camera=False)
 
 
-def _values(subject: Subject, field: str) -> Array:
-    """(n_cells, …) float64 values of a field (per point of a cloud)."""
-    mesh = subject.solid
-    known = {**mesh.point_fields, **mesh.cell_fields}
-    if field not in known:
-        have = ", ".join(known) or "none"
-        raise RenderError(f"{subject.name}: field {field!r} does not exist; fields: {have}")
-    values = known[field].astype(np.float64)
-    if mesh.n_cells and field not in mesh.cell_fields:
-        corners, count = values[mesh.connectivity], np.diff(mesh.offsets)
-        total = np.add.reduceat(corners, mesh.offsets[:-1])
-        values = total / count.reshape(-1, *[1] * (values.ndim - 1))
-    return values
-
-
-def _magnitude(values: Array) -> Array:
-    """(n,) norms of the rows; scalars as they are."""
-    return values if values.ndim == 1 else np.linalg.norm(values.reshape(len(values), -1), axis=1)
+def _options(scene: Scene, body: Drawing) -> dict[str, Any]:
+    """Options of `add_mesh` for the body."""
+    size = scene.style.size
+    options: dict[str, Any] = {"reset_camera": False, "line_width": LINE * enlargement(size)}
+    if not body.mesh.n_cells:
+        points = {"render_points_as_spheres": True, "point_size": point_size(len(body), size)}
+        options |= points
+    return options
 
 
 def _add_others(made: Any, scene: Scene, body: Drawing) -> None:
@@ -288,7 +282,7 @@ def _light(style: Style) -> dict[str, Any]:
     return {"lighting": False} if style.flat else {"lighting": True, **LIGHT}
 
 
-def _add_lines(made: Any, scene: Scene) -> None:
+def add_lines(made: Any, scene: Scene) -> None:
     """Add the edges between shards, on both sides if shards are moved."""
     import pyvista
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from meshshard.errors import RenderError, StoreError
+from meshshard.errors import RenderError, StoreError, n_of
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.cells import LINE
 from meshshard.mesh.inspection import weld
@@ -93,6 +93,41 @@ class Subject:
         if self.entity == "cells" or not mesh.n_cells:
             return self.labels[: mesh.n_cells]
         return np.minimum.reduceat(self.labels[mesh.connectivity], mesh.offsets[:-1])
+
+    @property
+    def title(self) -> str:
+        """What is drawn, in one line."""
+        whole = f"{Path(self.name).name}: {n_of(len(self.labels), self.entity)}"
+        return f"{whole} in {n_of(self.k, 'shards')}" if self.k > 1 else whole
+
+    def values(self, field: str | Array) -> Array:
+        """(n, …) float64 values of every cell (point of a cloud); points are averaged on cells.
+
+        Args:
+            field: name of a field, or values of all cells or points.
+
+        Raises:
+            RenderError: there is no such field, or the values have another length.
+        """
+        mesh = self.solid
+        if isinstance(field, str):
+            known = {**mesh.point_fields, **mesh.cell_fields}
+            if field not in known:
+                have = ", ".join(known) or "none"
+                raise RenderError(f"{self.name}: field {field!r} does not exist; fields: {have}")
+            values, on_points = known[field], field not in mesh.cell_fields
+        else:
+            values = np.asarray(field)
+            on_points = len(values) != mesh.n_cells
+        values = values.astype(np.float64)
+        if len(values) not in (mesh.n_cells, mesh.n_points):
+            expected = f"{mesh.n_cells:,} cells or {mesh.n_points:,} points"
+            raise RenderError(f"{self.name}: {len(values):,} values cannot be drawn on {expected}")
+        if not mesh.n_cells or not on_points:
+            return values
+        corners, count = values[mesh.connectivity], np.diff(mesh.offsets)
+        total = np.add.reduceat(corners, mesh.offsets[:-1])
+        return np.asarray(total / count.reshape(-1, *[1] * (values.ndim - 1)))
 
     def check_shard(self, shard: int) -> int:
         """Return the number of a shard.
