@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples import assert_same, cut, surface, volume
+from samples import assert_same, cut, environment, surface, volume
 
 from meshshard import atomic_write, store
 from meshshard.cli import report
@@ -192,60 +192,32 @@ def test_damaged_results(folder: Path) -> None:
         assert "\n" not in str(result_or_error(lambda: list(found.gather_put())))
 
 
-KILLER = """
-import os, random, shutil, signal, sys, time
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from samples import cut, surface
-from test_store_damage import state
-target, force, labels = Path(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
-mesh, rng = surface(60, 40), random.Random(5)
-made = cut(mesh, 12, method=labels)
-began = time.perf_counter()
-made.save(target)
-took = time.perf_counter() - began
-for _ in range(25):
-    if not force:
-        shutil.rmtree(target.parent)
-    writer = os.fork()
-    if not writer:
-        made.save(target, force=force)
-        os._exit(0)
-    time.sleep(1.2 * took * rng.random())
-    os.kill(writer, signal.SIGKILL)
-    os.waitpid(writer, 0)
-    target.parent.mkdir(exist_ok=True)
-    print(state(target, mesh))
-made.save(target, force=True)
-print(state(target, mesh), [f.name for f in target.parent.iterdir()])
-"""
+def killed(place: Path, what: str, moments: int, *before: str) -> dict[str, int]:
+    script = str(Path(__file__).parent / "killed_writers.py")
+    words = [*before, sys.executable, "-W", "ignore", script, str(place), what, str(moments)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment())
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("force", [False, True])
-def test_a_writer_killed_at_any_moment(tmp_path: Path, force: bool) -> None:
+@pytest.mark.parametrize("what", ["steps", "steps-without-exchange", "times"])
+def test_a_writer_killed_at_any_moment(tmp_path: Path, what: str) -> None:
     """There is the old folder, the new one or none; the next writer removes temporary ones."""
-    labels = tmp_path / "labels"
-    labels.write_text("\n".join(str(i % 12) for i in range(surface(60, 40).n_cells)))
-    code = KILLER.format(tests=str(Path(__file__).parent))
-    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "out" / "x.shards")]
-    done = subprocess.run(
-        [*command, str(force), str(labels)], stdout=subprocess.PIPE, text=True, check=True
-    )
-    *states, last = done.stdout.splitlines()
-    assert len(states) == 25
-    assert set(states) <= {"whole", "none"}
-    assert "whole" in states if force else "none" in states
-    assert last == "whole ['x.shards']"
+    found = killed(tmp_path, what, 20)
+    assert found["ended"] >= (1 if what == "times" else 50)
+    assert found.get("restored by the next writer", 0) == (what == "steps-without-exchange")
+    if what != "times":
+        for state in ("replace: old", "replace: new", "create: none", "create: new"):
+            assert found[state]
 
 
-def state(target: Path, mesh: Mesh) -> str:
-    back = result_or_error(lambda: store.load(target).check().gather())
-    if isinstance(back, str):
-        assert "does not exist" in back
-        return "none"
-    assert_same(back, mesh)
-    return "whole"
+def test_a_disk_that_is_full_at_any_moment(tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o size=4m none {tmp_path}"
+    space = ["unshare", "-Urm", "bash", "-ec"]
+    if subprocess.run([*space, mount], capture_output=True, check=False).returncode:
+        pytest.skip("this system does not let users mount a small file system")
+    found = killed(tmp_path, "full", 20, *space, f'{mount}; exec "$@"', "bash")
+    assert found == {"replace: old": 20, "ended": 20}
 
 
 def test_an_interrupted_replacement_restores_the_old_folder(
