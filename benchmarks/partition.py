@@ -104,8 +104,8 @@ def _write_mesh(kind: str, n: int, file: Path) -> int:
 def _file_to_shards(file: Path, out: Path) -> tuple[dict[str, Any], float]:
     """CPU of every stage from the file to the folder, and MB written."""
     stages = Stages()
-    stages = (("weld_and_match", "facets"), ("cell_graph", "graph"), ("label", "METIS"))
-    for function, name in stages:
+    watched = (("weld_and_match", "facets"), ("cell_graph", "graph"), ("label", "METIS"))
+    for function, name in watched:
         stages.watch(sys.modules["meshshard.partitioning.partition"], function, name)
     with stages("read"):
         mesh = read(file)
