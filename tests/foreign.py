@@ -158,3 +158,27 @@ def gmsh(path, lines=(1, 1), triangles=((5,), (5,))):
         "2 1 2 1", "3 1 2 3", "2 2 2 1", "4 1 3 4", "$EndElements", "",
     ]))  # fmt: skip
     return path
+
+
+def xdmf(path, attributes, include="//Grid[@Name='mesh']"):
+    """XDMF as DOLFINx writes it: a mesh of two triangles, and fields at times that include it."""
+    mesh = (
+        '<Topology TopologyType="Triangle" NumberOfElements="2"><DataItem Dimensions="2 3" '
+        'NumberType="Int" Format="XML">0 1 2 0 2 3</DataItem></Topology>'
+        '<Geometry GeometryType="XYZ"><DataItem Dimensions="4 3" Format="XML">'
+        "0 0 0 1 0 0 1 1 0 0 1 0</DataItem></Geometry>"
+    )
+    pointer, series = f"xpointer({include}/*[self::Topology or self::Geometry])", ""
+    for name, values_at in attributes.items():
+        grids = (
+            f'<Grid><xi:include xpointer="{pointer}"/>'
+            f'<Time Value="{t}"/><Attribute Name="{name}" Center="Cell"><DataItem Dimensions="2 1" '
+            f'Format="XML">{values}</DataItem></Attribute></Grid>'
+            for t, values in values_at.items()
+        )
+        series += f'<Grid GridType="Collection" CollectionType="Temporal">{"".join(grids)}</Grid>'
+    path.write_text(
+        '<Xdmf xmlns:xi="https://www.w3.org/2001/XInclude"><Domain>'
+        f'<Grid Name="mesh" GridType="Uniform">{mesh}</Grid>{series}</Domain></Xdmf>'
+    )
+    return path

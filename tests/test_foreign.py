@@ -4,10 +4,11 @@ import re
 import warnings
 
 import h5py
+import meshio
 import numpy as np
 import pytest
 import pyvista as pv
-from foreign import ensight, ensight_values, foam_case, gmsh, hexahedra, vtkhdf
+from foreign import ensight, ensight_values, foam_case, gmsh, hexahedra, vtkhdf, xdmf
 from vtkmodules.vtkFiltersParallel import vtkRemoveGhosts
 
 import meshshard as ms
@@ -212,3 +213,51 @@ def test_a_soup_whose_facets_match_nowhere_is_said(tmp_path):
     io.write(ms.from_arrays(corners, cells), tmp_path / "a.vtp")
     with pytest.warns(MeshWarning, match=r"96 of 96 cells share no edge .* --weld TOL"):
         ms.partition(tmp_path / "a.vtp", 2)
+
+
+@pytest.mark.parametrize("include", ["//Grid[@Name='mesh']", "/Xdmf/Domain/Grid[1]"])
+def test_xdmf_of_dolfinx(tmp_path, include):
+    path = xdmf(tmp_path / "a.xdmf", {"p": {0: "1 2", 0.5: "3 4"}, "q": {0.5: "5 6"}}, include)
+    with pytest.raises(ReadError, match=r"2 time steps \(0, 0\.5\); choose one with --time T"):
+        io.read(path)
+    mesh, said = read(path, time=0.5)
+    assert {k: v.tolist() for k, v in mesh.cell_fields.items()} == {"p": [3, 4], "q": [5, 6]}
+    assert (mesh.n_points, mesh.n_cells, said) == (4, 2, "")
+
+
+@pytest.mark.parametrize("data_format", ["HDF", "XML", "Binary"])
+def test_xdmf_of_meshio(tmp_path, data_format):
+    grid = hexahedra(2)
+    grid.cell_data["p"], grid.point_data["u"] = np.arange(2.0), np.arange(36.0).reshape(12, 3)
+    path = tmp_path / "a.xdmf"
+    meshio.Mesh(
+        grid.points,
+        [("hexahedron", grid.cell_connectivity.reshape(2, 8))],
+        cell_data={"p": [np.arange(2.0)]},
+        point_data={"u": np.arange(36.0).reshape(12, 3)},
+    ).write(path, data_format=data_format)
+    mesh, said = read(path)
+    assert np.array_equal(mesh.points, grid.points)
+    assert np.array_equal(mesh.cell_fields["p"], grid.cell_data["p"])
+    assert np.array_equal(mesh.point_fields["u"], grid.point_data["u"])
+    assert said == ""
+    if data_format == "HDF":
+        (tmp_path / "a.h5").unlink()
+        with pytest.raises(ReadError, match=r"refers to 'a\.h5', which does not exist"):
+            io.read(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("1 2<", "1<", "a list of 1 numbers, declared as 2: truncated"),
+        ("'mesh'", "'none'", "include .* selects nothing"),
+        ("</Domain>", "", "not well-formed"),
+        ("Domain", "Other", "not an XDMF file"),
+    ],
+)
+def test_damaged_xdmf_is_refused(tmp_path, old, new, words):
+    path = xdmf(tmp_path / "a.xdmf", {"p": {0: "1 2"}})
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ReadError, match=rf"a\.xdmf: .*{words}"):
+        io.read(path)

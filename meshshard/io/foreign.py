@@ -18,6 +18,7 @@ from meshshard.io.formats import HDF5, last_bytes, recognize
 from meshshard.io.openfoam import is_decomposed
 from meshshard.io.times import time_step
 from meshshard.io.vtk_objects import datasets_of, vtk_leaves
+from meshshard.io.xdmf import one_step
 from meshshard.mesh.checks import warn
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "read_meshio",
     "read_openfoam",
     "read_vtk",
+    "read_xdmf",
     "serve_foreign",
 ]
 
@@ -181,6 +183,20 @@ def read_hdf(path: Path, time: float | None = None) -> Any:
                 "save the time step that you need on its own"
             )
     return _updated(reader, path, time)
+
+
+def read_xdmf(path: Path, time: float | None = None) -> Any:
+    """Read one time step of an XDMF file.
+
+    Raises:
+        ReadError: as `read_vtk`; also if its numbers are too few or a file is missing.
+    """
+    from vtkmodules.vtkIOXdmf2 import vtkXdmfReader
+
+    reader: Any = vtkXdmfReader()
+    reader.ReadFromInputStringOn()
+    reader.SetInputString(one_step(path, time))
+    return _updated(reader, path, None)
 
 
 def read_ensight(path: Path, time: float | None = None) -> Any:

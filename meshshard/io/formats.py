@@ -88,6 +88,8 @@ FORMATS = (
            is_marker=True, note="an empty file in the folder of the case; the folders `processor*` "
                                 "are read if only they have the results"),
     Format("CGNS", ("cgns",), "foreign:read_vtk", has_steps=True),
+    Format("XDMF", ("xdmf", "xmf"), "foreign:read_xdmf", (b"<?xml", b"<Xdmf", b"<!--"),
+           has_steps=True, note="as DOLFINx and meshio write it; HDF5, binary or inline"),
     Format("gzip", ("gz",), "files:read_gzip", (b"\x1f\x8b",), has_steps=True,
            note="of any of these files"),
 )  # fmt: skip
