@@ -197,6 +197,7 @@ def test_an_unknown_method_is_one_sentence_with_the_known_names():
     with pytest.raises(PartitionError) as caught:
         partition(SHEET, 2, method="meits")
     assert str(caught.value) == (
-        f"method 'meits' is unknown; use {', '.join(METHODS)}, or a file of labels"
+        "method 'meits' is unknown; did you mean 'metis'? Methods are "
+        f"{', '.join(METHODS)}, or a file of labels"
     )
     assert all(name in partition.__doc__ for name in METHODS)

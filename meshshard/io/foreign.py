@@ -17,7 +17,7 @@ from meshshard.io.ensight import check_case
 from meshshard.io.formats import HDF5, last_bytes, recognize
 from meshshard.io.openfoam import is_decomposed
 from meshshard.io.times import time_step
-from meshshard.io.vtk_objects import datasets_of, vtk_leaves
+from meshshard.io.vtk_objects import datasets_of, grid_of_meshio, vtk_leaves
 from meshshard.io.xdmf import one_step
 from meshshard.mesh.checks import warn
 
@@ -92,16 +92,13 @@ def read_meshio(path: Path) -> Any:
         import meshio  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError:
         raise ReadError(f"{path}: needs meshio; pip install 'meshshard[meshio]'") from None
-    import pyvista
-
     is_gmsh = path.suffix.lower() == ".msh"
     if is_gmsh:
         _complete_groups(path)
     mesh = meshio.read(path)
     if not is_gmsh and (sets := [*mesh.cell_sets, *mesh.point_sets]):
         warn(f"{path}: sets of cells or points left out: {', '.join(sets)}")
-    mesh.cell_sets, mesh.point_sets = {}, {}  # those of Gmsh duplicate the arrays of tags
-    return pyvista.from_meshio(mesh)
+    return grid_of_meshio(mesh)  # without sets: those of Gmsh duplicate the arrays of tags
 
 
 def _complete_groups(path: Path) -> None:

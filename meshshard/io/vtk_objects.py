@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from meshshard.mesh import Array, Faces, Mesh
 from meshshard.mesh.checks import warn
 from meshshard.mesh.ragged import no_rows
 
-__all__ = ["datasets_of", "from_pyvista", "to_pyvista", "to_vtk", "vtk_leaves"]
+__all__ = ["datasets_of", "from_pyvista", "grid_of_meshio", "to_pyvista", "to_vtk", "vtk_leaves"]
 
 
 def from_pyvista(dataset: Any, name: str = "mesh") -> Mesh:
@@ -37,6 +38,18 @@ def from_pyvista(dataset: Any, name: str = "mesh") -> Mesh:
         MeshError: the mesh is inconsistent.
     """
     return to_mesh(datasets_of(dataset, name), name)
+
+
+def grid_of_meshio(mesh: Any) -> Any:
+    """A PyVista grid from a meshio.Mesh; sets are left out, fields keep their types."""
+    import pyvista
+
+    plain = copy(mesh)
+    plain.cell_sets, plain.point_sets, plain.point_data = {}, {}, {}
+    grid = pyvista.from_meshio(plain)
+    for name, values in mesh.point_data.items():  # PyVista would convert them to float64
+        grid.point_data[name] = values
+    return grid
 
 
 def datasets_of(item: Any, name: str, above: Sequence[str] = ()) -> Iterator[Dataset]:

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -261,8 +262,10 @@ def partitioner_of(method: Any = None, options: Mapping[str, Any] | None = None)
         row, given = METHODS[method], options or {}
         return row.make(**{name: given[name] for name in row.options if name in given})
     if isinstance(method, str) and not Path(method).is_file():
+        near = get_close_matches(method.lower(), METHODS, n=1)
+        meant = f"; did you mean {near[0]!r}? Methods are" if near else "; use"
         names = ", ".join(METHODS)
-        raise PartitionError(f"method {method!r} is unknown; use {names}, or a file of labels")
+        raise PartitionError(f"method {method!r} is unknown{meant} {names}, or a file of labels")
     return Given(method) if isinstance(method, (np.ndarray, list, str, Path)) else method
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from meshshard.mesh import Array, Mesh
 from meshshard.mesh.inspection import weld_and_match
 from meshshard.mesh.ragged import offsets_of
 from meshshard.partitioning.methods import Partitioner, label, partitioner_of, record_of
+from meshshard.partitioning.objects import source_of
 from meshshard.partitioning.pieces import pieces_of_cells, pieces_of_points
 from meshshard.partitioning.quality import Quality, quality_of
 
@@ -309,7 +310,9 @@ def partition(
     """Cut a mesh, cloud or graph into shards, and plan the exchange between them.
 
     Args:
-        mesh: a Mesh, a Graph, a PyVista dataset, or the path of a file.
+        mesh: a Mesh, the path of a file, a PyVista dataset, a Trimesh, a meshio.Mesh, points (n, 3)
+            as an array or a tensor; a Graph, a scipy sparse matrix (the nonzeros of row i are the
+            sources of edges into node i), or a PyG Data with `pos`, `edge_index` or both.
         parts: number of shards, or the share of the load of each, e.g. [2, 1, 1].
         on: what to shard: "cells", "points", or "auto", which takes points if only points have
             fields or the mesh has no cells, else cells.
@@ -340,12 +343,12 @@ def partition(
     if not 1 <= halo <= MAX_HOPS:
         raise PartitionError(f"halo {halo} must be 1 to {MAX_HOPS} hops")
     partitioner = partitioner_of(method)
-    if isinstance(mesh, Graph):
-        source, entity, graph = None, "nodes", mesh.check()
-    else:
-        source = _as_mesh(mesh)
+    source, of_item = source_of(mesh)
+    if source is not None:
         entity = entity_of(source, on)
-        source, graph = _graph_of(source, entity, graph)
+        source, graph = _graph_of(source, entity, graph or of_item)
+    else:
+        entity, graph = "nodes", cast("Graph", of_item).check()
     if weights is not None:
         graph = replace(graph, weights=_weights(source, entity, weights, graph.n_nodes))
     if getattr(partitioner, "geometric", True) and graph.positions is None and source is not None:
@@ -439,22 +442,6 @@ def _parts(parts: int | Sequence[float]) -> tuple[int, Array | None]:
     if shares.ndim != 1 or not len(shares) or not (shares > 0).all():
         raise PartitionError(f"parts {parts!r} must be a number, or a positive share for each part")
     return len(shares), shares / shares.sum()
-
-
-def _as_mesh(mesh: Any) -> Mesh:
-    """A Mesh from a mesh, a path or a PyVista dataset."""
-    if isinstance(mesh, Mesh):
-        return mesh
-    from meshshard import io
-
-    if isinstance(mesh, (str, Path)):
-        return io.read(mesh)
-    if not hasattr(mesh, "IsA"):  # of VTK
-        raise PartitionError(
-            f"partition: expected a Mesh, a Graph, a PyVista dataset or the path of a file, got "
-            f"{type(mesh).__name__}; make arrays a mesh with from_arrays(points, …)"
-        )
-    return io.from_pyvista(mesh)
 
 
 def _weights(mesh: Mesh | None, entity: str, weights: Array | str, n: int) -> Array:
