@@ -427,10 +427,17 @@ def test_view_writes_a_picture_and_a_page(parts: Partition, tmp_path: Path) -> N
     assert "default-src 'unsafe-inline' 'unsafe-eval' data: blob:" in page
     assert "https://kitware.github.io/vtk-js/icon" not in page
     assert "9,794 cells in 8 shards" in page
-    assert page.count('<i style="background: rgb(') == 8
+    assert page.count('<input type="checkbox" checked data-shard=') == 8
     scene = zipfile.ZipFile(streams.BytesIO(base64.b64decode(longest_base64(page))))
-    text = scene.read(scene.namelist()[0]).decode()
-    assert "vtkPolyData" in json.dumps(json.loads(text))
+    index = json.loads(scene.read("index.json"))
+    window = index["scene"]
+    (renderer,) = (d for d in window["dependencies"] if d["type"].endswith("Renderer"))
+    actors = [d for d in renderer["dependencies"] if d["type"].endswith("Actor")]
+    shards = json.loads(re.search(r"const shards = (\[.*?\]);", page)[1])
+    assert len(shards) == len(actors)  # a body, a halo and two parts of each plate
+    assert set(shards) == {-1, *range(8)}
+    for url in re.findall(r"https?://[^\"'\s)>]*", page):  # in licenses and comments of vtk.js
+        assert not re.search(r"""(src|href|url|fetch|import|open)\W{1,4}""" + re.escape(url), page)
 
 
 def test_the_command_line_has_the_options_of_a_style(parts: Partition, tmp_path: Path) -> None:
@@ -463,7 +470,7 @@ def test_a_page_of_a_field_has_its_color_scale(parts: Partition, tmp_path: Path)
     view(parts, html=tmp_path / "a.html", field="pMeanTrim")
     page = (tmp_path / "a.html").read_text()
     assert "pMeanTrim" in page
-    assert page.count('<i style="background: rgb(') == 9
+    assert "linear-gradient(to top, rgb(" in page
 
 
 def longest_base64(page: str) -> str:

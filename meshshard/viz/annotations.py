@@ -277,10 +277,11 @@ def add_label_plates(made: Any, texts: list[str], positions: Array, axes: Array)
     import pyvista
 
     height, eye = 0.012 * made.camera.distance, np.asarray(made.camera.position)
-    for text, position in zip(texts, positions, strict=True):
+    for i, (text, position) in enumerate(zip(texts, positions, strict=True)):
         letters = pyvista.Text3D(text, depth=0.0, height=height, center=(0.0, 0.0, 0.0))
         width = float(np.ptp(letters.points[:, 0])) + 0.6 * height
         plate = pyvista.Plane(i_size=width, j_size=1.5 * height, i_resolution=1, j_resolution=1)
         for shape, color, lift in ((plate, "white", 0.04), (letters, INK, 0.042)):
             shape.points = shape.points @ axes + position + lift * (eye - position)
-            made.add_mesh(shape, color=color, lighting=False, reset_camera=False)
+            name = f"shard {text} plate {i} {color}"
+            made.add_mesh(shape, color=color, lighting=False, reset_camera=False, name=name)

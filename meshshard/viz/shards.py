@@ -94,19 +94,8 @@ def _write_html(scene: Scene, field: str | None, path: Path) -> None:
         texts, positions = label_positions(_labeled(scene, body), made)
         add_label_plates(made, texts, positions, axes)
     lines = [subject.title, *_notes(scene, field)]
-    if field is None:
-        legend, colors = [_heading(subject), *_entries(subject)], subject.colors
-    else:
-        legend, colors = _color_scale(_scale(scene, field))
-    write_page(made, path, lines, legend, colors)
-
-
-def _color_scale(scale: Scale) -> tuple[list[str], Array]:
-    """Legend of a field: its name, nine values from the largest down, and their colors."""
-    steps = np.linspace(1, 0, 9)
-    colors = scale.table().values[np.round(steps * 255).astype(int)]
-    values = scale.low + steps * (scale.high - scale.low)
-    return [scale.title, *(f"{v:.4g}" for v in values)], colors[:, :3]
+    legend = (_heading(subject), _entries(subject), subject.colors)
+    write_page(made, path, lines, legend if field is None else _scale(scene, field))
 
 
 def _scale(scene: Scene, field: str) -> Scale:
@@ -189,10 +178,15 @@ def _add_body(made: Any, scene: Scene, body: Drawing, field: str | None) -> None
 
     subject = scene.subject
     if field is None:
-        shown = to_pyvista(body.mesh)
-        shown["color"] = subject.colors[body.shard]
         options = _options(scene, body) | _light(scene.style)
-        made.add_mesh(shown, scalars="color", rgb=True, **options)
+        # an actor for each shard, which a page can hide; not for thousands of shards
+        group = body.shard if subject.k <= MAX_LEGEND else np.zeros_like(body.shard)
+        for shard in np.unique(group):
+            part = body.subset(np.flatnonzero(group == shard))
+            shown = to_pyvista(part.mesh)
+            shown["color"] = subject.colors[part.shard]
+            name = f"shard {shard} body"
+            made.add_mesh(shown, scalars="color", rgb=True, name=name, **options)
         return
     values = magnitude(subject.values(field))[body.rows]
     add_values(made, scene, body, values, _scale(scene, field))
@@ -270,6 +264,7 @@ def _add_halo(made: Any, scene: Scene, shard: int) -> None:
         scalars="color",
         rgb=True,
         opacity=0.4,
+        name=f"shard {shard} halo",
         render_points_as_spheres=not cloud.n_cells,
         point_size=1.4 * point_size(len(subject.labels), scene.style.size),
         reset_camera=False,
