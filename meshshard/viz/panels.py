@@ -33,11 +33,13 @@ class Panel:
         title: written above it.
         values: (n_cells,) or (n_points,).
         scale: its colors; panels of a row with the same scale share a bar if they are neighbors.
+        lines: draw the lines between shards.
     """
 
     title: str
     values: Array
     scale: Scale
+    lines: bool = True
 
 
 def plot_panels(
@@ -175,7 +177,7 @@ def _runs(row: Sequence[Panel]) -> Iterator[list[int]]:
 def _add_panel(made: Any, scene: Scene, panel: Panel) -> None:
     values = scene.subject.values(panel.values)
     add_values(made, scene, scene.body, values[scene.body.rows], panel.scale)
-    if scene.style.lines and scene.subject.k > 1:
+    if panel.lines and scene.style.lines and scene.subject.k > 1:
         add_lines(made, scene)
     fit(made, scene.focus, view_axes(scene.direction, scene.style.up), (0.0, 0.1), scene.style.zoom)
     add_text(made, panel.title, (0.5, 0.92), 16, align="center")
