@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import meshshard as ms
 from meshshard import viz
 
@@ -59,7 +61,8 @@ def why_figure(judge: Any, blocks: Any, whole: Any, found: dict[str, Any], why: 
     """The prediction of each way of cutting, and its difference from the whole mesh below."""
     values = {name: got[:, 0].numpy() for name, got in found.items()}
     right = whole[:, 0].numpy()
-    pressure = viz.scale_of(right, "pressure coefficient", clim=(-1.2, 1.2), cmap="coolwarm")
+    every = np.concatenate([right, *values.values()])
+    pressure = viz.scale_of(every, "pressure coefficient")
     error = viz.scale_of(right, "difference from the whole mesh", clim=(-0.3, 0.3), cmap="PuOr_r")
     drag = why.drag(judge, whole)
     first, second = [viz.Panel("whole mesh at once", right, pressure, lines=False)], []
@@ -67,10 +70,11 @@ def why_figure(judge: Any, blocks: Any, whole: Any, found: dict[str, Any], why: 
         lines = "random" not in name
         first.append(viz.Panel(name, values[name], pressure, lines))
         counts = 1e4 * (why.drag(judge, got) - drag)
-        said = f"{100 * why.relative(got, whole):.2g} % off, drag {counts:+.2g} counts"
+        drag_said = f"{counts:+,.0f}" if abs(counts) >= 1 else f"{counts:+.1g}"
+        said = f"{100 * why.relative(got, whole):.2g} % off, drag {drag_said} counts"
         second.append(viz.Panel(said, values[name] - right, error, lines))
     parts = ms.partition(judge.mesh, 8, method=blocks)
-    blank = viz.Panel("", 0 * right, error, lines=False)
+    blank = viz.Panel("the reference", 0 * right, error, lines=False)
     style = viz.Style(size=(1800, 860), off_screen=True)
     title = (
         "One model, one body that it has not seen; only the way in which the mesh is cut differs"

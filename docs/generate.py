@@ -32,7 +32,7 @@ API = {
     "meshshard.graph": ("meshshard.graph.plan",),
     "meshshard.store": (),
     "meshshard.viz": (),
-    "meshshard.partitioning": ("meshshard.partitioning.quality",),
+    "meshshard.partitioning": ("meshshard.partitioning.quality", "meshshard.partitioning.explorer"),
     "meshshard.comm": (),
     "meshshard.tensor": (),
     "meshshard.ranks": ("meshshard.ranks.shard", "meshshard.ranks.launch"),

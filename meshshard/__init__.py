@@ -13,6 +13,7 @@ from meshshard.mesh import Mesh
 if TYPE_CHECKING:
     from meshshard.graph import Graph, cell_graph, knn_graph, point_graph, radius_graph
     from meshshard.io import from_arrays, from_pyvista, read, to_pyvista, write
+    from meshshard.partitioning.explorer import explore
     from meshshard.partitioning.methods import RCB, Given, Metis, Morton, Random
     from meshshard.partitioning.partition import Partition, partition
     from meshshard.ranks.shard import Shard, load
@@ -33,6 +34,7 @@ __all__ = [
     "Random",
     "Shard",
     "cell_graph",
+    "explore",
     "from_arrays",
     "from_pyvista",
     "knn_graph",
@@ -53,6 +55,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "store": ("Folder",),
     "viz": (),
     "partitioning": ("RCB", "Given", "Metis", "Morton", "Partition", "Random", "partition"),
+    "partitioning.explorer": ("explore",),
     "comm": (),
     "tensor": (),
     "ranks": (),

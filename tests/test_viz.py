@@ -537,6 +537,33 @@ def test_plot_without_a_display_warns_how_to_write_a_picture(parts: Partition) -
         parts.plot(style=SMALL)
 
 
+def test_the_explorer_draws_what_its_controls_say(mesh: Mesh) -> None:
+    made = meshshard.explore(mesh, 3, size=(400, 300))
+    row, shown, _ = made.children
+    parts, method, gap, halo, turn = row.children
+    seen = [shown.value]
+    for control, value in ((gap, 0.5), (method, "rcb"), (halo, 2), (parts, 5)):
+        control.value = value
+        assert shown.value.startswith('<img src="data:image/png;base64,')
+        seen.append(shown.value)
+    assert len(set(seen)) == len(seen)
+    assert halo.value == "all shards"
+    turn.value = True
+    assert shown.value.startswith("<iframe srcdoc=")
+    assert "9,794 cells in 5 shards" in shown.value
+    ring = np.stack([np.roll(np.arange(60), 1), np.roll(np.arange(60), -1)], 1).ravel()
+    nowhere = meshshard.explore(Graph(np.arange(0, 121, 2), ring, symmetric=True), 2)
+    assert "a graph without positions cannot be drawn" in nowhere.children[2].value
+
+
+def test_the_explorer_without_ipywidgets_is_a_render_error(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    with pytest.raises(RenderError, match=re.escape("pip install 'meshshard[jupyter]'")):
+        meshshard.explore(mesh)
+
+
 def test_tables_for_notebooks(mesh: Mesh, parts: Partition) -> None:
     table = mesh._repr_html_()
     for said in ("surface", "9,825", "quad", "pMeanTrim", "float32 × 3", "…"):

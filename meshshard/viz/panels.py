@@ -179,7 +179,7 @@ def _add_panel(made: Any, scene: Scene, panel: Panel) -> None:
     add_values(made, scene, scene.body, values[scene.body.rows], panel.scale)
     if panel.lines and scene.style.lines and scene.subject.k > 1:
         add_lines(made, scene)
-    fit(made, scene.focus, view_axes(scene.direction, scene.style.up), (0.0, 0.1), scene.style.zoom)
-    add_text(made, panel.title, (0.5, 0.92), 16, align="center")
-    for i, note in enumerate(panel.scale.notes(values)):
-        add_text(made, note, (0.5, 0.02 + 0.06 * i), 12, align="center")
+    axes = view_axes(scene.direction, scene.style.up)
+    fit(made, scene.focus, axes, (0.0, 0.17), scene.style.zoom)
+    for i, text in enumerate([panel.title, *panel.scale.notes(values)]):
+        add_text(made, text, (0.5, 0.92 - 0.07 * i), 12 if i else 16, align="center")
