@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def parse_numbers(text: str | bytes, dtype: Any) -> Array:
 
 def _leading_numbers(text: bytes) -> Iterator[float]:
     with suppress(ValueError):
-        yield from map(float, text.split())
+        for line in BytesIO(text):  # not all words at once, which would take ten times the memory
+            yield from map(float, line.split())
 
 
 class Scanner:

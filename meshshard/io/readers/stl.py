@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from array import array
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +41,7 @@ def read_stl(path: Path) -> list[Dataset]:
             f"{path}: it declares {declared} triangles and has {present}: truncated, or not STL"
         )
     datasets = [
-        _triangles(corners, name if len(solids) > 1 else "")
+        _triangles(corners, name if len(solids) > 1 else "", path)
         for name, corners in solids.items()
         if len(corners)
     ]
@@ -48,7 +50,11 @@ def read_stl(path: Path) -> list[Dataset]:
     return datasets
 
 
-def _triangles(corners: Array, block: str) -> Dataset:
+def _triangles(corners: Array, block: str, path: Path) -> Dataset:
+    finite = np.isfinite(corners).all(axis=1)  # before memory is taken to merge corners
+    if not finite.all():
+        facet = int(np.argmin(finite)) // 3
+        raise ReadError(f"{path}: facet {facet} has a corner that is not finite; repair the file")
     first = coincident(corners)
     kept = first == np.arange(len(corners))
     n = len(corners) // 3
@@ -113,22 +119,19 @@ def _without_words(text: bytes) -> bytes:
 
 def _corners_by_line(body: bytes, line: int, path: Path) -> Array:
     """The same as `_corners`, slower: for unusual text, and to find the line of an error."""
-    rows: list[list[float]] = []
-    first = 0
-    for number, text in enumerate(body.split(b"\n"), line):
+    corners, first = array("d"), 0
+    for number, text in enumerate(BytesIO(body), line):
         keyword, *words = text.split() or [b""]
         if keyword == b"vertex":
-            rows.append(_vertex(words, f"{path}: line {number}"))
-        first = len(rows) if keyword == b"facet" else first
-        if keyword == b"endfacet" and len(rows) - first != 3:
-            raise ReadError(
-                f"{path}: line {number}: the facet has {len(rows) - first} vertices, must have 3"
-            )
-    if len(rows) % 3:
-        raise ReadError(
-            f"{path}: the facets from line {line} on have {len(rows)} vertices, not 3 each"
-        )
-    return np.array(rows, np.float64).reshape(-1, 3)
+            corners.extend(_vertex(words, f"{path}: line {number}"))
+        first = len(corners) if keyword == b"facet" else first
+        if keyword == b"endfacet" and len(corners) - first != 9:
+            n = (len(corners) - first) // 3
+            raise ReadError(f"{path}: line {number}: the facet has {n} vertices, must have 3")
+    if len(corners) % 9:
+        n = len(corners) // 3
+        raise ReadError(f"{path}: the facets from line {line} on have {n} vertices, not 3 each")
+    return np.array(corners, np.float64).reshape(-1, 3)
 
 
 def _vertex(words: list[bytes], where: str) -> list[float]:
