@@ -31,6 +31,7 @@ from meshshard.viz import (
     Scale,
     Style,
     Subject,
+    plot_agreement,
     plot_bars,
     plot_panels,
     plot_prediction,
@@ -394,6 +395,23 @@ def test_charts_are_valid_svg_with_every_shard(mesh: Mesh, k: int, tmp_path: Pat
         texts = {t.text for t in root.findall(".//{*}text")}
         assert {str(p) for p in range(k)} <= texts
         assert chart.save(tmp_path / "chart.svg").read_text() == chart._repr_svg_()
+
+
+def test_predicted_coefficients_against_true_ones() -> None:
+    true, found = np.array([0.25, 0.30, 0.41]), np.array([0.2505, 0.32, 0.41])
+    chart = plot_agreement(true, found, band=1e-3)
+    root = ElementTree.fromstring(chart.text)
+    discs = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in root.findall("{*}circle")]
+    x, y = np.array(discs).T
+    slope, shift = np.polyfit(true, x, 1)
+    np.testing.assert_allclose(x, slope * true + shift, atol=0.1)
+    np.testing.assert_allclose(y[0] - y, slope * (found - found[0]), atol=0.15)
+    texts = " ".join(t.text or "" for t in root.findall(".//{*}text"))
+    assert "mean absolute error 0.00683, largest 0.02, 2 of 3 within ±0.001" in texts
+    assert "0.30" in texts
+    plot_agreement(true[:1], true[:1])
+    with pytest.raises(RenderError, match="3 true and 2 predicted values"):
+        plot_agreement(true, found[:2])
 
 
 @pytest.mark.parametrize("n_points", [5, 9])

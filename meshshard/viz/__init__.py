@@ -5,7 +5,7 @@ chooses the colors, `scales` those of values), `panels` compares fields, `charts
 bars. PyVista and VTK are imported by the first picture.
 """
 
-from meshshard.viz.charts import Svg, plot_bars, plot_rank_graph
+from meshshard.viz.charts import Svg, plot_agreement, plot_bars, plot_rank_graph
 from meshshard.viz.panels import Panel, plot_panels, plot_prediction
 from meshshard.viz.rendering import show
 from meshshard.viz.scales import Scale, scale_of
@@ -18,6 +18,7 @@ __all__ = [
     "Style",
     "Subject",
     "Svg",
+    "plot_agreement",
     "plot_bars",
     "plot_panels",
     "plot_prediction",

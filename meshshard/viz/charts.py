@@ -10,15 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from meshshard.atomic_write import atomic_file, report_write_errors
+from meshshard.errors import RenderError
 from meshshard.mesh import Array
 from meshshard.viz.camera import default_direction, view_axes
 from meshshard.viz.colors import INK
+from meshshard.viz.scales import Scale
 from meshshard.viz.subject import Drawable, Subject, subject_of
 
-__all__ = ["Svg", "plot_bars", "plot_rank_graph"]
+__all__ = ["Svg", "plot_agreement", "plot_bars", "plot_rank_graph"]
 
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 SOFT = "#777777"
+SIDE, LEFT, TOP = 400.0, 84.0, 66.0  # of a square chart
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,6 +136,71 @@ def plot_rank_graph(what: Drawable) -> Svg:
         ink = INK if subject.colors[p] @ [0.3, 0.6, 0.1] > 110 else "white"
         parts.append(_text(x, y, str(p), size, ink, "bold center middle"))
     return _document(width, height, parts)
+
+
+def plot_agreement(
+    true: Array, predicted: Array, *, name: str = "drag coefficient", band: float = 0.0
+) -> Svg:
+    """Draw predicted against true coefficients: one disc for each body, and the line of equality.
+
+    Args:
+        true: (n,) coefficients.
+        predicted: (n,) their predictions.
+        name: what they are.
+        band: half width of a band about the line, such as 1e-3 for 10 counts of drag.
+
+    Raises:
+        RenderError: there are none, or they differ in number or are not finite.
+    """
+    both = [np.asarray(values, np.float64).ravel() for values in (true, predicted)]
+    if len(both[0]) != len(both[1]) or not len(both[0]) or not np.isfinite(both).all():
+        raise RenderError(
+            f"{name}: {len(both[0])} true and {len(both[1])} predicted values; "
+            "expected the same number, at least one, and finite values"
+        )
+    low, high = float(np.min(both)) - band, float(np.max(both)) + band
+    edge = 0.06 * (high - low) or max(abs(high), 1.0) / 10
+    scale = Scale(name, low - edge, high + edge, "")
+    ends = np.array([scale.low, scale.high])
+    start, end = _in_frame(scale, ends, ends)
+    sides = [*_in_frame(scale, ends, ends + band), *_in_frame(scale, ends, ends - band)[::-1]]
+    outline = " ".join(f"{x:.1f},{y:.1f}" for x, y in sides)
+    error = np.abs(both[1] - both[0])
+    said = f"mean absolute error {error.mean():.3g}, largest {error.max():.3g}"
+    within = f", {int((error <= band).sum())} of {len(error)} within ±{band:g}"
+    parts = [
+        _text(14, 24, f"{name}: predicted against true", 16, INK, "bold"),
+        _text(14, 44, said + (within if band else ""), 12, SOFT),
+        f"<clipPath id='frame'>{_box(LEFT, TOP, SIDE, SIDE, 'white')}</clipPath>",
+        f"<g clip-path='url(#frame)'><polygon points='{outline}' fill='#dfe6ee'/>",
+        _line(start, end, SOFT, 1.2) + "</g>",
+        *_frame(scale),
+        *(_disc(at, 5, "#2b72cc") for at in _in_frame(scale, *both)),
+    ]
+    return _document(LEFT + SIDE + 24, TOP + SIDE + 64, parts)
+
+
+def _in_frame(scale: Scale, x: Array, y: Array) -> Array:
+    """(n, 2) places of points in a square chart with the same scale on both axes."""
+    at = (np.stack([x, y], axis=-1) - scale.low) / (scale.high - scale.low)
+    return np.asarray((at * [1, -1] + [0, 1]) * SIDE + [LEFT, TOP])
+
+
+def _frame(scale: Scale) -> list[str]:
+    """The frame of a square chart, with values and titles at its axes."""
+    bottom, middle = TOP + SIDE, TOP + SIDE / 2
+    parts = [
+        f"<rect x='{LEFT}' y='{TOP}' width='{SIDE}' height='{SIDE}' fill='none' stroke='{SOFT}'/>",
+        _text(LEFT + SIDE / 2, bottom + 46, f"true {scale.title}", 13, INK, "center"),
+        f"<g transform='translate(20 {middle}) rotate(-90)'>"
+        f"{_text(0, 0, f'predicted {scale.title}', 13, INK, 'center')}</g>",
+    ]
+    for at, text in scale.ticks().items():
+        parts += [
+            _text(LEFT + at * SIDE, bottom + 20, text, 12, INK, "center"),
+            _text(LEFT - 8, TOP + (1 - at) * SIDE, text, 12, INK, "end middle"),
+        ]
+    return parts
 
 
 def _label_places(ends: Array, texts: list[str], discs: Array) -> list[Array | None]:
