@@ -15,7 +15,7 @@ import io
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from xml.etree import ElementTree
@@ -73,8 +73,8 @@ class XmlFile:
         """
         self.path = path
         self.size = path.stat().st_size
-        header, self._start = _header(path)
-        self.root = self._parse(header)
+        self._start = 0  # of the appended data
+        self.root = self._parse()
         order = self.root.get("byte_order", "LittleEndian")
         self._order = ">" if order == "BigEndian" else "<"
         width = DTYPES.get(self.root.get("header_type", "UInt32"), "u4")
@@ -88,18 +88,42 @@ class XmlFile:
         arrays = self.root.iter("DataArray") if appended is not None else ()
         self._ends = sorted(int(o) for a in arrays if (o := a.get("offset", "")).isdecimal())
 
-    def _parse(self, header: bytes) -> ElementTree.Element:
+    def _parse(self) -> ElementTree.Element:
         if b"</VTKFile>" not in last_bytes(self.path, 4096):
             raise ReadError(
                 f"{self.path}: truncated: the closing </VTKFile> is missing; copy the file again"
             )
+        parser = ElementTree.XMLParser()
         try:
-            root = ElementTree.fromstring(header)
+            for text in self._blocks():
+                parser.feed(text)
+            root: ElementTree.Element = parser.close()
         except (ElementTree.ParseError, LookupError, ValueError) as error:
             raise ReadError(f"{self.path}: not well-formed XML: {error}") from None
         if root.tag != "VTKFile":
             raise ReadError(f"{self.path}: XML, but not a VTK file: it starts with <{root.tag}>")
         return root
+
+    def _blocks(self) -> Iterator[bytes]:
+        """The XML in blocks, without the appended data, whose offset is set."""
+        rest = b""
+        with self.path.open("rb") as file:
+            while block := file.read(BLOCK):
+                text = rest + block
+                at = text.find(b"<AppendedData")
+                if at < 0:
+                    yield text[:-20]
+                    rest = text[-20:]  # the tag may go on in the next block
+                    continue
+                text += file.read(BLOCK)
+                close = text.find(b">", at) + 1
+                first = text.find(b"_", close) + 1
+                if not close or not first:
+                    raise ReadError(f"{self.path}: truncated: the appended data are missing")
+                self._start = file.tell() - len(text) + first
+                yield text[:close] + b"</AppendedData></VTKFile>"
+                return
+        yield rest
 
     def values(
         self, element: ElementTree.Element, count: int | None = None, most: int | None = None
@@ -221,22 +245,3 @@ def _from_base64(text: bytes) -> bytes:
     if not re.fullmatch(rb"[A-Za-z0-9+/=]*", packed):
         raise ValueError("it has characters that are not base64")
     return b"".join(base64.b64decode(part) for part in re.findall(rb"[^=]+=*", packed))
-
-
-def _header(path: Path) -> tuple[bytes, int]:
-    """The XML of a file without its appended data, and the offset of these (0 without any)."""
-    text = bytearray()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            seen = max(0, len(text) - 20)
-            text += block
-            at = text.find(b"<AppendedData", seen)
-            if at < 0:
-                continue
-            text += file.read(BLOCK)
-            close = text.find(b">", at) + 1
-            first = text.find(b"_", close) + 1
-            if not close or not first:
-                raise ReadError(f"{path}: truncated: the appended data are missing")
-            return bytes(text[:close]) + b"</AppendedData></VTKFile>", first
-    return bytes(text), 0
