@@ -216,7 +216,37 @@ def only_a_pipe(place: Path) -> Path:
     return place / "pipe.vtp"
 
 
+def text(content: str, name: str = "a.vtp") -> Callable[[Path], Path]:
+    def _make(place: Path) -> Path:
+        path = place / name
+        path.write_text(content)
+        return path
+
+    return _make
+
+
+def poly(body: str) -> str:
+    return f'<VTKFile type="PolyData"><PolyData>{body}</PolyData></VTKFile>'
+
+
+ENTITIES = "".join(f'<!ENTITY e{i} "{f"&e{i - 1};" * 10}">' for i in range(1, 10))
+LAUGHS = f'<?xml version="1.0"?><!DOCTYPE x [<!ENTITY e0 "aaaaaaaaaa">{ENTITIES}]>' + poly(
+    "<Piece>&e9;</Piece>"
+)
+GRID = '<VTKFile type="ImageData"><ImageData><Piece Extent="{}"/></ImageData></VTKFile>'
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "entities": (text(LAUGHS), "not well-formed XML"),
+    "a file as entity": (text(FILE), "not well-formed XML"),
+    "a count of 5000 digits": (
+        text(poly(f'<Piece NumberOfPoints="{"9" * 5000}"/>')),
+        "is not a count",
+    ),
+    "an offset of 5000 digits": (
+        text(poly(f'<Piece><DataArray offset="{"9" * 5000}"/></Piece>')),
+        "empty",
+    ),
+    "points without arrays": (text(GRID.format("0 16000000 0 0 0 0"), "a.vti"), "without any"),
+    "pieces without anything": (text(poly("<Piece/>" * 300_000)), "empty"),
     "itself": (lambda place: pieces(place, "a.pvtp", ["a.pvtp"]), "has been read before"),
     "twice": (lambda place: pieces(place, "a.pvtp", ["b.vtp", "b.vtp"]), "has been read before"),
     "many paths": (many_paths, "refers to"),

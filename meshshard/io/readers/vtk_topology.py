@@ -32,7 +32,7 @@ __all__ = [
     "structured_cells",
 ]
 
-MAX_IMPLICIT_POINTS = 1 << 24  # of a structured grid without any array
+MAX_IMPLICIT_POINTS = 1 << 20  # of a structured grid without any array
 SECTIONS: Mapping[str, Callable[[Array], Array]] = {  # of PolyData: cell types from point counts
     "Verts": lambda n: np.where(n == 1, VERTEX, POLY_VERTEX),
     "Lines": lambda n: np.where(n == 2, LINE, POLY_LINE),

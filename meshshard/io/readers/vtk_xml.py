@@ -86,7 +86,7 @@ class XmlFile:
         appended = self.root.find("AppendedData")
         self._raw = appended is not None and appended.get("encoding") == "raw"
         arrays = self.root.iter("DataArray") if appended is not None else ()
-        self._ends = sorted(int(o) for a in arrays if (o := a.get("offset", "")).isdecimal())
+        self._ends = sorted(int(o) for a in arrays if (o := a.get("offset", "")[:18]).isdecimal())
 
     def _parse(self) -> ElementTree.Element:
         if b"</VTKFile>" not in last_bytes(self.path, 4096):

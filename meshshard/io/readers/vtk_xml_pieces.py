@@ -88,7 +88,8 @@ def _read(path: Path, time: float | None, opened: _Opened, depth: int) -> list[D
             f"{path}: data of type {kind} cannot be partitioned; "
             f"these can: {', '.join([*_KINDS, *COMPOSITE])}"
         )
-    return [read_piece(file, body, piece) for piece in body.findall("Piece")]
+    pieces = (piece for piece in body.findall("Piece") if len(piece) or piece.attrib)
+    return [read_piece(file, body, piece) for piece in pieces]
 
 
 def _warn_missing(body: Element, pieces: Sequence[Dataset], path: Path) -> None:
@@ -160,7 +161,7 @@ def _number(text: str, path: Path) -> float:
 
 def _count(element: Element, attribute: str, path: Path) -> int:
     text = element.get(attribute, "0")
-    if not text.strip().isdigit():
+    if not text.strip().isdecimal() or len(text) > 18:  # below 2^63
         raise ReadError(f'{path}: {attribute}="{text}" is not a count')
     return int(text)
 
