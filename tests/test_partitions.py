@@ -1,5 +1,6 @@
 """Partition: from a mesh to shards in one call, and the properties of the result."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from strategies import grid_surface, grid_volume, surfaces, volumes
 
-from meshshard.errors import MeshWarning, PartitionError
+from meshshard.errors import MeshshardError, MeshWarning, PartitionError
 from meshshard.graph import Graph, cell_graph, knn_graph
 from meshshard.mesh import Mesh
 from meshshard.partitioning.methods import Metis, Morton, Random
@@ -162,6 +163,22 @@ def test_quality_agrees_with_the_labels():
     assert quality.bytes_per_exchange(128) == quality.volume * 512
     assert quality.imbalance == made.sizes.max() * 6 / 300
     assert quality.pieces == [1] * 6
+
+
+def test_quality_as_a_frame_of_numbers():
+    quality = partition(SHEET, 6).quality
+    frame = quality.as_frame()
+    assert list(frame.columns) == ["owned", "halo", "sent", "peers", "pieces", "load"]
+    assert (frame.index.name, len(frame)) == ("shard", 6)
+    assert all(kind.kind in "if" for kind in frame.dtypes)
+    assert frame["owned"].sum() == 300
+    assert frame.attrs["volume"] == quality.volume == frame["sent"].sum()
+
+
+def test_a_frame_without_pandas_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)  # what Python does where it is missing
+    with pytest.raises(MeshshardError, match=r"pip install 'meshshard\[pandas\]'"):
+        partition(SHEET, 2).quality.as_frame()
 
 
 def test_pieces_are_counted():

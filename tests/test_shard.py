@@ -9,6 +9,7 @@ import torch
 
 from meshshard import io, store
 from meshshard.comm import DomainError, init_domain
+from meshshard.graph import cell_graph
 from meshshard.partitioning.partition import partition
 from meshshard.ranks.shard import load
 
@@ -128,6 +129,26 @@ def test_fields_and_results(ranks, folders, size):
     mesh = io.read(AHMED / "run_8/boundary_8.vtp")
     assert np.array_equal(first, 2 * mesh.cell_fields["pMeanTrim"])
     assert others == [None] * (size - 1)
+
+
+def pyg_job(folder):
+    """Sums over in-edges of PyG's Data on the owned rows, gathered by origin."""
+    shard = load(folder, init_domain())
+    data = shard.to_pyg()
+    sums = aggregate(data.edge_index, data["pMeanTrim"].double(), data.num_nodes)[: data.n_owned]
+    return data.keys(), shard.sharding.origin.numpy(), sums.numpy()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_local_rows_as_data_of_pyg(ranks, folders, size):
+    mesh = io.read(AHMED / "run_8/boundary_8.vtp")
+    found, pressure = np.zeros(mesh.n_cells), mesh.cell_fields["pMeanTrim"].astype(float)
+    for keys, origin, sums in ranks[size].run(pyg_job, folders["cells"]):
+        found[origin] = sums
+        assert {"pos", "edge_index", "area", "normal", "CpMeanTrim"} <= set(keys)
+    graph = cell_graph(mesh)
+    edges = torch.from_numpy(np.stack([graph.indices, graph.destinations()]).astype(np.int64))
+    assert np.allclose(found, aggregate(edges, torch.from_numpy(pressure), mesh.n_cells))
 
 
 OPENED = []

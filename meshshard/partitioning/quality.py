@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshshard.errors import n_of
+from meshshard.errors import MeshshardError, n_of
 from meshshard.graph import Graph
 from meshshard.graph.plan import Halo
 from meshshard.mesh import Array
@@ -54,6 +54,22 @@ class Quality:
     def as_dict(self) -> dict[str, Any]:
         """All attributes as a dict of numbers and lists, for JSON."""
         return asdict(self)
+
+    def as_frame(self) -> Any:
+        """A pandas DataFrame of numbers with one row per shard; totals are in its `attrs`.
+
+        Raises:
+            MeshshardError: pandas is not installed.
+        """
+        try:
+            import pandas  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        except ImportError:
+            raise MeshshardError("as_frame needs pandas; pip install 'meshshard[pandas]'") from None
+        values = self.as_dict()
+        columns = {name: column for name, column in values.items() if isinstance(column, list)}
+        frame = pandas.DataFrame(columns).rename_axis("shard")
+        frame.attrs |= {name: value for name, value in values.items() if name not in columns}
+        return frame
 
     def rows(self) -> list[list[str]]:
         """The table as text: the header, then one row per shard."""
