@@ -230,7 +230,16 @@ def test_a_cloud_and_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         for name in ("points", "p"):
             assert_bits(one[name], two[name])
     _, err = call(capsys, "gather", tmp_path / "c.shards", "-o", tmp_path / "c.xyz", code=1)
-    assert "are written as .vtp, .vtu or .npz" in err
+    assert "are written as .vtp, .vtu, .vtkhdf, .stl or .npz" in err
+
+
+@pytest.mark.parametrize("name", ["x.part", "x.part.3"])
+def test_gather_labels(body: str, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    call(capsys, "partition", body, "--parts", 3)
+    out, _ = call(capsys, "gather", "body.shards", "-o", name)
+    assert out == f"{name}: labels of 9,794 cells\n"
+    call(capsys, "partition", body, "--parts", 3, "--method", name, "--out", "again")
+    assert_bits(store.load("again/body.shards").labels(), store.load("body.shards").labels())
 
 
 def test_gather_with_results_and_source(body: str, capsys: pytest.CaptureFixture[str]) -> None:

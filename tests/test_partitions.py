@@ -181,6 +181,13 @@ def test_a_frame_without_pandas_is_one_sentence(monkeypatch):
         partition(SHEET, 2).quality.as_frame()
 
 
+def test_labels_as_gpmetis_writes_them(tmp_path):
+    made = partition(SHEET, 6)
+    made.save_labels(tmp_path / "sheet.part.6")
+    assert (tmp_path / "sheet.part.6").read_text().split() == [str(i) for i in made.labels]
+    assert np.array_equal(partition(SHEET, 6, method=tmp_path / "sheet.part.6").labels, made.labels)
+
+
 def test_pieces_are_counted():
     stripes = (np.arange(300) // 15) % 2
     assert partition(SHEET, 2, method=stripes).quality.pieces == [10, 10]

@@ -3,18 +3,23 @@
 import functools
 import operator
 import string
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from strategies import grid_surface
 
 from meshshard import io
-from meshshard.errors import MeshshardError
+from meshshard.errors import MeshshardError, MeshWarning
+from meshshard.io.readers.stl import FACET
 from meshshard.mesh import Faces, Mesh
 
 DTYPES = ("f4", "f8", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8")
+SHEET = replace(grid_surface(4, 3), cell_fields={"p": np.arange(12.0)})
+CLOUD = Mesh(points=np.eye(3), point_fields={"u": np.arange(3, dtype=np.int64)})
 CUBE = [(0, 3, 2, 1), (4, 5, 6, 7), (0, 1, 5, 4), (1, 2, 6, 5), (2, 3, 7, 6), (3, 0, 4, 7)]
 
 
@@ -138,9 +143,37 @@ def test_volume_and_cloud(tmp_path):
     for name in ("a.vtp", "a.vtu", "a.npz"):
         io.write(cloud, tmp_path / name)
         assert_equal(io.read(tmp_path / name), cloud)
-    with pytest.raises(MeshshardError, match=r"\.vtp, \.vtu or \.npz"):
+    with pytest.raises(MeshshardError, match=r"\.vtkhdf, \.stl or \.npz, not '\.xyz'"):
         io.write(cloud, tmp_path / "a.xyz")
     assert io.to_vtk(cloud).GetNumberOfVerts() == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [polyhedra(), SHEET, CLOUD], ids=lambda mesh: mesh.kind)
+def test_vtkhdf(mesh, tmp_path):
+    io.write(mesh, tmp_path / "a.vtkhdf")
+    assert_equal(io.read(tmp_path / "a.vtkhdf"), mesh)
+    bad = mesh.with_fields(point={"a/b": np.zeros(mesh.n_points)})
+    with pytest.raises(MeshshardError, match=r"HDF5 allows no '/' and '\.' in the field 'a/b'"):
+        io.write(bad, tmp_path / "b.vtkhdf")
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.vtkhdf"]
+
+
+def test_stl(tmp_path):
+    path = tmp_path / "a.stl"
+    with pytest.warns(MeshWarning, match="an .stl has no fields; left out: p"):
+        io.write(SHEET, path)
+    triangles = io.read(path)
+    assert (triangles.n_cells, triangles.n_points) == (24, 20)
+    assert np.allclose(triangles.area_vectors().sum(0), SHEET.area_vectors().sum(0))
+    normals = np.frombuffer(path.read_bytes(), FACET, offset=84)["normal"]
+    assert np.allclose(normals, triangles.normals())
+    concave = io.from_arrays([(0, 0, 0), (2, 1, 0), (0, 2, 0), (1, 1, 0)], [[0, 1, 2, 3]])
+    io.write(concave, path)
+    assert io.read(path).areas().sum() == pytest.approx(1)
+    for mesh in (polyhedra(), CLOUD):
+        with pytest.raises(MeshshardError, match=rf"holds polygons only, not a {mesh.kind}"):
+            io.write(mesh, path)
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):

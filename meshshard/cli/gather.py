@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshshard.cli.output import add_output_options, print_json, print_warnings, say, warn
@@ -20,7 +22,13 @@ def add_gather(commands: Any) -> None:
     p = commands.add_parser("gather", help="assemble shards to one mesh, in source order")
     p.set_defaults(run=_run)
     p.add_argument("folder", metavar="DIR", help="folder of shards")
-    p.add_argument("-o", "--output", required=True, metavar="FILE", help=".vtp, .vtu or .npz")
+    p.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="mesh (.vtp .vtu .vtkhdf .stl .npz), or labels as of METIS (.part)",
+    )
     p.add_argument("--source", metavar="IN", help="source file, to add fields that were not stored")
     p.add_argument("--with", dest="sets", action="append", metavar="NAME",
                    help="set of results to add, can be repeated [all]")  # fmt: skip
@@ -32,6 +40,8 @@ def _run(args: argparse.Namespace) -> int:
     from meshshard.io import write
 
     folder = store.load(args.folder)
+    if re.search(r"\.part(\.\d+)?$", args.output):
+        return _write_labels(folder, args)
     with print_warnings():
         mesh = folder.gather() if args.source is None else _on_source(folder, args.source)
     results: dict[str, Any] = {}
@@ -41,13 +51,27 @@ def _run(args: argparse.Namespace) -> int:
         for field in found.keys() & {*present, *results}:
             warn(f"{args.output}: field {field!r} is replaced by that of the results {name!r}")
         results |= found
-    write(mesh.with_fields(**{folder.entity.removesuffix("s"): results}), args.output)
+    with print_warnings():
+        write(mesh.with_fields(**{folder.entity.removesuffix("s"): results}), args.output)
     if args.json:
         about = {"output": args.output, "cells": mesh.n_cells, "points": mesh.n_points}
         print_json(about | {"results": list(results)})
     elif not args.quiet:
         extra = f", with {', '.join(results)}" if results else ""
         say(f"{args.output}: {n_of(mesh.n_cells, 'cells')}, {n_of(mesh.n_points, 'points')}{extra}")
+    return 0
+
+
+def _write_labels(folder: Folder, args: argparse.Namespace) -> int:
+    """Write the shard of every cell or point, in the order of the source."""
+    from meshshard.io.writers import write_labels
+
+    labels = folder.labels()
+    write_labels(labels, Path(args.output))
+    if args.json:
+        print_json({"output": args.output, folder.entity: len(labels)})
+    elif not args.quiet:
+        say(f"{args.output}: labels of {n_of(len(labels), folder.entity)}")
     return 0
 
 

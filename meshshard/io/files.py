@@ -8,6 +8,7 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
@@ -17,10 +18,17 @@ from meshshard.io.child import read_in_child
 from meshshard.io.dataset import Dataset, to_mesh
 from meshshard.io.formats import recognize
 from meshshard.io.times import time_step
-from meshshard.io.writers import write_npz, write_vtk
 from meshshard.mesh import Mesh
 
-__all__ = ["read", "read_gzip", "write"]
+__all__ = ["WRITERS", "read", "read_gzip", "write"]
+
+WRITERS = {  # "module:function" in `meshshard.io` by suffix, imported when a file is written
+    ".vtp": "writers:write_vtk",
+    ".vtu": "writers:write_vtk",
+    ".vtkhdf": "vtk_writers:write_hdf",
+    ".stl": "vtk_writers:write_stl",
+    ".npz": "writers:write_npz",
+}
 
 MAX_RATIO, LARGE = 100, 10**8  # of decompressed to compressed size, beyond the second in bytes
 
@@ -117,21 +125,23 @@ def _nameless_file(name: str) -> Iterator[tuple[IO[bytes], Path]]:
 
 
 def write(mesh: Mesh, path: str | Path) -> None:
-    """Write a mesh as .vtp (cells up to dimension 2), .vtu, or .npz (point clouds), atomically.
+    """Write a mesh as .vtp (cells up to dimension 2), .vtu, .vtkhdf, .npz or .stl, atomically.
 
     Reading the file gives the same points, cells and fields bit for bit, except that VTK files
     store bool as uint8 and float16 as float32. Array names are escaped; characters that XML cannot
-    represent become "_".
+    represent become "_". An .npz holds a point cloud; an .stl holds the triangles of a surface in
+    float32, without fields.
 
     Raises:
         MeshshardError: the suffix is another one, the mesh does not fit the format, or the file
             cannot be written.
     """
     path = Path(path)
-    suffix = path.suffix.lower()
-    if suffix in (".vtp", ".vtu"):
-        write_vtk(mesh, path)
-    elif suffix == ".npz":
-        write_npz(mesh, path)
-    else:
-        raise MeshshardError(f"{path}: meshes are written as .vtp, .vtu or .npz, not '{suffix}'")
+    found = WRITERS.get(path.suffix.lower())
+    if found is None:
+        *known, last = WRITERS
+        raise MeshshardError(
+            f"{path}: meshes are written as {', '.join(known)} or {last}, not '{path.suffix}'"
+        )
+    module, function = found.split(":")
+    getattr(import_module(f"meshshard.io.{module}"), function)(mesh, path)

@@ -23,9 +23,17 @@ from meshshard.mesh import Array, Mesh
 from meshshard.mesh.cells import LINE, POLY_LINE, POLYGON, QUAD, TRIANGLE, VERTEX, types_present
 
 __all__ = [
-    "file_stem", "in_xml", "is_polydata", "vtk_storable", "vtk_type", "write_npz", "write_vtk",
+    "atomically",
+    "file_stem",
+    "in_xml",
+    "is_polydata",
+    "vtk_storable",
+    "vtk_type",
+    "write_labels",
+    "write_npz",
+    "write_vtk",
     "xml_fields",
-]  # fmt: skip
+]
 
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "Bit"}  # VTK's, by NumPy type
 FLAT = {LINE, POLY_LINE, TRIANGLE, POLYGON, QUAD}  # cell types that PolyData can hold
@@ -139,7 +147,7 @@ def write_vtk(mesh: Mesh, path: Path) -> None:
         + cells
         + f'</Piece>\n</{kind}>\n<AppendedData encoding="raw">\n_'
     )
-    with _atomically(path) as part, part.open("wb") as file:
+    with atomically(path) as part, part.open("wb") as file:
         file.write(header.encode())
         arrays.append_to(file)
         file.write(b"\n</AppendedData>\n</VTKFile>\n")
@@ -192,12 +200,22 @@ def write_npz(mesh: Mesh, path: Path) -> None:
     if "points" in mesh.point_fields:
         raise MeshshardError(f"{path}: a field is called 'points'; use .vtp")
     arrays: dict[str, Any] = {"points": mesh.points, **mesh.point_fields}
-    with _atomically(path) as part, part.open("wb") as file:
+    with atomically(path) as part, part.open("wb") as file:
         np.savez(file, **arrays)
 
 
+def write_labels(labels: Array, path: Path) -> None:
+    """Write one label per line, as gpmetis does, atomically.
+
+    Raises:
+        MeshshardError: the file cannot be written.
+    """
+    with atomically(path) as part:
+        np.savetxt(part, labels, fmt="%d")
+
+
 @contextlib.contextmanager
-def _atomically(path: Path) -> Iterator[Path]:
+def atomically(path: Path) -> Iterator[Path]:
     """Context manager: a temporary path that replaces `path` at the end."""
     try:
         with atomic_file(path) as part:

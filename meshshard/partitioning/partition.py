@@ -252,6 +252,18 @@ class Partition:
         shards = ((self.plan(p), piece) for p, piece in enumerate(pieces))
         return store.write(path, self.mesh, cut, shards, source=source, force=force)
 
+    def save_labels(self, path: str | Path) -> None:
+        """Write the shard of every entity in source order, one per line, as gpmetis does.
+
+        `partition(mesh, k, method=path)` reads the file.
+
+        Raises:
+            MeshshardError: the file cannot be written.
+        """
+        from meshshard.io.writers import write_labels
+
+        write_labels(self.labels, Path(path))
+
     def subject(self) -> Subject:
         """What pictures need of it, see `meshshard.viz`."""
         from meshshard.viz import Subject
