@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "outside": (outside, "outside its folder"),
     "absolute": (absolute, "outside its folder"),
     "linked": (linked, "outside its folder"),
-    "pipe": (pipe, "which is no file"),
+    "pipe": (pipe, "which is not a file"),
     "only a pipe": (only_a_pipe, "a device or a pipe"),
     "device": (lambda place: Path("/dev/zero"), "a device or a pipe"),
 }

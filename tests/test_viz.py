@@ -330,7 +330,7 @@ def test_invalid_requests_are_render_errors(mesh: Mesh, parts: Partition, tmp_pa
         (Style(clip="x=1e"), "a plane is 'x=1e'"),
         (Style(slice="x"), "boundary_1.vtp: slice= needs a volume"),
         (Style(focus="body"), "focus is 'body'; expected six numbers"),
-        (Style(cmap="rainbows"), "there is no color map 'rainbows'"),
+        (Style(cmap="rainbows"), "color map 'rainbows' does not exist"),
         (Style(clim=(1.0, 1.0)), "expected two rising numbers"),
     ]:
         with pytest.raises(RenderError, match=said):

@@ -37,7 +37,7 @@ __all__ = ["Call", "Matching", "call_of", "end_calls", "matching_of", "raise_if_
 
 VARIABLE = "MESHSHARD_CHECKED_CALLS"
 ALL, FEW = sys.maxsize, 1_000  # calls that are compared: on one machine, on several
-PATIENCE = timedelta(seconds=0.1)  # for a result, before a rank looks where the others are
+PATIENCE = timedelta(seconds=0.1)  # for a result, before a rank compares the posts again
 LIBRARIES = frozenset({"meshshard", "torch", "torch_geometric"}) | sys.stdlib_module_names
 Table = tuple[int, ...]
 

@@ -205,8 +205,8 @@ def check_plan(plan: Plan, sizes: Array) -> Plan:
     owners = np.diff(np.searchsorted(halo, first))
     rules = {
         "halo ids are not ascending": (np.diff(halo) > 0).all(),
-        "a halo id is no row of another shard": _within(halo, int(first[-1])) and not own.any(),
-        "indptr are no offsets": indptr[0] == 0 and (np.diff(indptr) >= 0).all(),
+        "a halo id is not a row of another shard": _within(halo, int(first[-1])) and not own.any(),
+        "indptr are not offsets": indptr[0] == 0 and (np.diff(indptr) >= 0).all(),
         "indptr does not end at the number of edges": indptr[-1] == len(plan.indices),
         "the source of an edge is not a local row": _within(plan.indices, plan.n_local),
         "a row to send is not an owned row": _within(plan.send_rows, plan.n_owned),

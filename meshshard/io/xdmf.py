@@ -29,7 +29,7 @@ def one_step(path: Path, time: float | None) -> str:
 
     Raises:
         ReadError: the XML is damaged, a list of numbers is too short, a file is missing, or
-            there is no such time.
+            the time does not exist.
     """
     try:
         root = ElementTree.parse(path).getroot()

@@ -206,7 +206,7 @@ def _not_ours(target: Path) -> str:
     if not isinstance(manifest, dict) or not {"schema", "id", "sizes", "shards"} <= manifest.keys():
         return "is not a folder of shards"
     others = sorted(name for name in files if not OWN_FILES.fullmatch(name))
-    return f"holds {others[0]!r}, which is no part of a folder of shards" if others else ""
+    return f"holds {others[0]!r}, which is not part of a folder of shards" if others else ""
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:

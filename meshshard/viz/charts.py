@@ -214,7 +214,7 @@ def _label_places(ends: Array, texts: list[str], discs: Array) -> list[Array | N
         discs: (k, 3) x, y and radius.
 
     Returns:
-        The center of every text, None if there is no place for it.
+        The center of every text, None if it does not fit.
     """
     half = np.array([[_label_width(text) / 2 + 1, 9.0] for text in texts])
     along = np.linspace(0.12, 0.88, 39)

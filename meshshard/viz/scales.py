@@ -57,7 +57,7 @@ class Scale:
         """The colors as a table of VTK.
 
         Raises:
-            RenderError: there is no color map of this name.
+            RenderError: the color map does not exist.
         """
         import pyvista
 
@@ -71,7 +71,7 @@ class Scale:
             )
         except (ValueError, KeyError, AttributeError):
             raise RenderError(
-                f"there is no color map {self.cmap!r}; choose one of matplotlib, such as "
+                f"color map {self.cmap!r} does not exist; choose one of matplotlib, such as "
                 f"{SEQUENTIAL} or {DIVERGING}"
             ) from None
 

@@ -107,7 +107,7 @@ class Subject:
             field: name of a field, or values of all cells or points.
 
         Raises:
-            RenderError: there is no such field, or the values have another length.
+            RenderError: the field does not exist, or the values have another length.
         """
         mesh = self.solid
         if isinstance(field, str):

@@ -132,7 +132,7 @@ def cloud(arrays: Mapping[str, Array], path: Path) -> Dataset:
 def read_npz(path: Path) -> list[Dataset]:
     """The arrays of an .npz file, or the (n, 3) array of an .npy file, as a point cloud.
 
-    Headers are read first: an array that is no field, or has not the size that it declares, is
+    Headers are read first: an array that is not a field, or is not as large as it declares, is
     never decompressed.
 
     Raises:

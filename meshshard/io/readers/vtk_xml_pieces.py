@@ -111,7 +111,7 @@ def _follow(name: str | None, path: Path, opened: _Opened, depth: int) -> list[D
     """
     target = path.parent / (name or "")
     if not name or "\0" in name or not target.is_file():
-        raise ReadError(f"{path}: refers to '{name}', which is no file; copy it there")
+        raise ReadError(f"{path}: refers to '{name}', which is not a file; copy it there")
     if not any(target.resolve().is_relative_to(folder) for folder in opened.folders):
         raise ReadError(f"{path}: refers to '{name}' outside its folder; copy it there")
     if target.stat().st_size == 0:

@@ -213,7 +213,7 @@ def cov(x: Sharded, *, correction: int = 1, fweights: Any = None, aweights: Any 
 
 
 def _check_weights(name: str, weights: Any, n: int) -> None:
-    """Raise as torch does if these are no weights of n observations."""
+    """Raise as torch does if these are not weights of n observations."""
     kind = "integral" if name == "fweights" else "floating point"
     if weights.ndim > 1:
         raise RuntimeError(f"cov(): expected {name} to have one or fewer dimensions")
