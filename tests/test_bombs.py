@@ -230,9 +230,9 @@ def poly(body: str) -> str:
 
 
 ENTITIES = "".join(f'<!ENTITY e{i} "{f"&e{i - 1};" * 10}">' for i in range(1, 10))
-LAUGHS = f'<?xml version="1.0"?><!DOCTYPE x [<!ENTITY e0 "aaaaaaaaaa">{ENTITIES}]>' + poly(
-    "<Piece>&e9;</Piece>"
-)
+XML = '<?xml version="1.0"?><!DOCTYPE x [{}]>'
+LAUGHS = XML.format(f'<!ENTITY e0 "aaaaaaaaaa">{ENTITIES}') + poly("<Piece>&e9;</Piece>")
+FILE = XML.format('<!ENTITY a SYSTEM "b.vtp">') + poly("<Piece>&a;</Piece>")
 GRID = '<VTKFile type="ImageData"><ImageData><Piece Extent="{}"/></ImageData></VTKFile>'
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "entities": (text(LAUGHS), "not well-formed XML"),
