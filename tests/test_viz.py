@@ -40,7 +40,7 @@ from meshshard.viz import (
     scale_of,
     view,
 )
-from meshshard.viz.annotations import label_positions
+from meshshard.viz.annotations import label_positions, legend_columns
 from meshshard.viz.camera import default_direction
 from meshshard.viz.colors import _TO_LINEAR, _TO_LMS, palette, shard_colors
 from meshshard.viz.scene import scene_of
@@ -165,6 +165,16 @@ def test_numbers_lines_and_legend_change_the_picture(parts: Partition) -> None:
     for part in ("numbers", "lines", "legend"):
         more = replace(BARE, **{part: True})
         assert difference(bare, shot(parts, style=more)) > 1e-3, part
+
+
+@pytest.mark.parametrize("k", [1, 2, 8, 30])
+def test_swatches_of_a_legend_can_be_seen(mesh: Mesh, k: int) -> None:
+    parts = partition(mesh, k)
+    style = replace(BARE, legend=True, size=(1200, 760))
+    share = legend_columns(["0    9,999"] * k, style.size)[1]
+    right = shot(parts, style=style)[:, int(1200 * (1 - share)) - 5 :]
+    for color in parts.subject().colors:
+        assert (right == color).all(axis=2).sum() > 200
 
 
 def test_explode_and_halo_change_the_picture(parts: Partition) -> None:

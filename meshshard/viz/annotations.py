@@ -152,16 +152,21 @@ def add_legend(made: Any, heading: str, entries: list[str], colors: Array) -> No
     columns, share = legend_columns(entries, (width, height))
     groups = np.array_split(np.arange(len(entries)), columns)
     top = 0.5 + len(groups[0]) * row / height / 2
-    edge, tall = 10 * scale / width, (len(groups[0]) * row + 40 * scale) / height
-    _add_paper(made, (1 - share - edge, top + 30 * scale / height - tall, share + edge, tall))
-    add_text(made, heading, (1 - share, top), 14)
+    edge, tall = 10 * scale / width, (len(groups[0]) * row + 44 * scale) / height
+    _add_paper(made, (1 - share - edge, top + 34 * scale / height - tall, share + edge, tall))
+    add_text(made, heading, (1 - share, top + 12 * scale / height), 14)
     for i, rows in enumerate(groups):
         table = pyvista.LookupTable(n_values=len(rows))
         table.values = np.insert(colors[rows], 3, 255, axis=1)
         table.IndexedLookupOn()
         table.annotations = {j: f" {entries[r]}" for j, r in enumerate(rows)}
-        tall = len(rows) * row / height
-        place = (1 - share + i * share / columns, top - tall, 20 * scale / width, tall)
+        tall = (len(rows) * row + 26 * scale) / height  # VTK leaves room for a title
+        place = (
+            1 - share + i * share / columns,
+            top - len(rows) * row / height,
+            20 * scale / width,
+            tall,
+        )
         bar = _add_swatches(made, table, place)
         bar.SetTextPositionToPrecedeScalarBar()
         bar.SetAnnotationLeaderPadding(0)
