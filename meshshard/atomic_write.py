@@ -26,6 +26,7 @@ __all__ = [
     "already_exists",
     "atomic_file",
     "atomic_folder",
+    "check_directory",
     "report_write_errors",
     "sync",
     "write_and_sync",
@@ -45,6 +46,19 @@ def report_write_errors(target: Path) -> Iterator[None]:
             f"{target}: cannot be written ({error.strerror or error}); "
             "free some space, or write to another directory"
         ) from None
+
+
+def check_directory(path: str | Path) -> None:
+    """Verify, before long work, that the directory of a file exists and can be written.
+
+    Raises:
+        StoreError: it does not exist, is not a directory, or may not be written.
+    """
+    parent = Path(path).absolute().parent
+    if not parent.is_dir():
+        raise StoreError(f"{path}: cannot be written, there is no directory {parent}; create it")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise StoreError(f"{path}: cannot be written, {parent} does not permit it")
 
 
 @contextlib.contextmanager

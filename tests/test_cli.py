@@ -1,6 +1,7 @@
 """The command line: every command and option, in a separate process or through main(argv)."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,30 @@ def test_validate_finds_damage(body: str, capsys: pytest.CaptureFixture[str]) ->
     _, err = call(capsys, "validate", "nan.vtp")
     assert "'p' has 1 NaN" in err
     call(capsys, "validate", "nan.vtp", "--strict", code=1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("view", "none.shards", "--png", "no/x.png"),
+        ("view", "none.shards", "--html", "no/x.png"),
+        ("view", "none.shards", "--png", "no/x.png", "--field", "p", "--against", "q"),
+        ("gather", "none.shards", "-o", "no/x.vtp"),
+    ],
+)
+def test_a_missing_directory_is_found_before_the_work(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    """The folder of shards does not exist either: it has not been opened."""
+    _, err = call(capsys, *words, code=1)
+    assert re.fullmatch(r"error: no/x\.\w+: .* there is no directory /.*/no; create it\n", err)
+
+
+def test_the_time_of_each_step(body: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = call(capsys, "partition", body, "--parts", 2, "--vtk", "--json")
+    assert list(json.loads(out)["steps"]) == ["read", "partition", "write", "export"]
+    out, _ = call(capsys, "partition", body, "--parts", 2, "--force", "-v")
+    assert re.search(r"in [0-9.]+ s \(read [0-9.]+ s, partition [0-9.]+ s, write [0-9.]+ s\)", out)
 
 
 def test_info_of_a_file(body: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshshard.atomic_write import check_directory
 from meshshard.cli.output import add_output_options, print_json, print_warnings, say, warn
 from meshshard.errors import StoreError, n_of
 
@@ -39,6 +40,7 @@ def _run(args: argparse.Namespace) -> int:
     from meshshard import store
     from meshshard.io import write
 
+    check_directory(args.output)
     folder = store.load(args.folder)
     if re.search(r"\.part(\.\d+)?$", args.output):
         return _write_labels(folder, args)

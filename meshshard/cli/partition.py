@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import json
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ from meshshard.errors import (
     n_of,
     printable,
 )
-from meshshard.partitioning.methods import METHODS, partitioner_of
+from meshshard.partitioning.methods import MAX_PARTS, METHODS, partitioner_of, too_many
 from meshshard.processes import available_memory
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 LARGE = 200_000_000  # bytes of a file from which its memory is predicted
+LONG = 5.0  # seconds of a step from which its time is printed
 _ONE_AT_A_TIME = threading.Lock()  # Python records warnings per process, not per thread
 
 
@@ -108,6 +111,8 @@ def _run(args: argparse.Namespace) -> int:
         return fail("give the number of shards: --parts K", 2)
     if args.targets and len(args.targets) != args.parts:
         return fail(f"--targets has {len(args.targets)} shares for --parts {args.parts}", 2)
+    if args.parts > MAX_PARTS:
+        return fail(too_many(args.parts), 2)
     inputs = list(dict.fromkeys(path for pattern in args.inputs for path in _expand(pattern)))
     job = Job(**{f.name: getattr(args, f.name) for f in fields(Job)})
     folders = targets_of(inputs, args.out)
@@ -163,7 +168,9 @@ def _report(outcome: dict[str, Any], args: argparse.Namespace, count: int) -> di
     ends = {"written": f"written: {outcome['folder']}", "unchanged": "up to date",
             "tried": "nothing written (--dry-run)"}  # fmt: skip
     if outcome["status"] in ends:
+        steps = {k: s for k, s in outcome["steps"].items() if args.verbose or s >= LONG}
         seconds = f" in {outcome['seconds']:.2f} s" if args.verbose else ""
+        seconds += f" ({', '.join(f'{k} {s:.1f} s' for k, s in steps.items())})" if steps else ""
         say(f"{outcome['input']}: {ends[outcome['status']]}{seconds}")
     return outcome
 
@@ -223,14 +230,15 @@ def partition_file(path: str, folder: str, job: Job) -> dict[str, Any]:
 
     Returns:
         The outcome: `input`, `folder`, `status` (written, unchanged, tried or failed), `error`,
-        `warnings`, `said` (lines to print), `quality`, `seconds`.
+        `warnings`, `said` (lines to print), `quality`, `seconds`, and the seconds of the `steps`.
     """
     began = time.perf_counter()
     outcome: dict[str, Any] = {"input": path, "folder": folder, "warnings": [], "said": []}
+    outcome["steps"] = {}
     with _ONE_AT_A_TIME, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            outcome |= _partition_file(path, Path(folder), job, outcome["said"])
+            outcome |= _partition_file(path, Path(folder), job, outcome)
         except (MeshshardError, OSError, MemoryError) as error:
             outcome |= {"status": "failed", "error": _one_line(path, error)}
     said = (_named(path, str(w.message)) for w in caught if issubclass(w.category, MeshWarning))
@@ -284,41 +292,56 @@ def memory_note(path: str) -> str | None:
     return note
 
 
-def _partition_file(path: str, folder: Path, job: Job, said: list[str]) -> dict[str, Any]:
+def _partition_file(
+    path: str, folder: Path, job: Job, outcome: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Read, partition and write; lines and times are added to `said` and `steps` of the outcome."""
     from meshshard import io
     from meshshard.partitioning.partition import entity_of, partition
 
     if job.if_changed and _is_up_to_date(folder, path, job):
         if (job.vtk or job.ghosts) and not job.dry_run and _export_is_stale(folder):
-            said.append(_export(folder, path, job))
+            outcome["said"].append(_export(folder, path, job))
         return {"status": "unchanged"}
+    said, timed = outcome["said"], partial(_timed, outcome["steps"])
     before = _stamp(path)
     if folder.exists() and not (job.force or job.if_changed or job.dry_run):
         raise StoreError(f"{folder} already exists; use --force to replace it, or --if-changed")
-    mesh = _with_options(io.read(path, time=job.time), job)
+    with timed("read"):
+        mesh = _with_options(io.read(path, time=job.time), job)
     entity = entity_of(mesh, job.on)
     said.append(f"{path}: {_described(mesh)}; on {entity} ({_reason(mesh, job.on)})")
-    made = partition(
-        mesh,
-        job.targets or job.parts,
-        on=entity,
-        method=partitioner_of(job.method, asdict(job)),
-        weights=job.weight,
-        halo=job.halo,
-        graph=_graph(mesh, entity, job),
-    )
-    if job.order != "file":
-        made = made.reordered(job.order)
-    outcome = {"quality": made.quality.as_dict(), "table": str(made.quality)}
+    with timed("partition"):
+        made = partition(
+            mesh,
+            job.targets or job.parts,
+            on=entity,
+            method=partitioner_of(job.method, asdict(job)),
+            weights=job.weight,
+            halo=job.halo,
+            graph=_graph(mesh, entity, job),
+        )
+        made = made if job.order == "file" else made.reordered(job.order)
+        found = {"quality": made.quality.as_dict(), "table": str(made.quality)}
     if _stamp(path) != before:
         raise StoreError(f"{path}: has changed while it was read; partition it again")
     if job.dry_run:
-        return {"status": "tried"} | outcome
+        return {"status": "tried"} | found
     replace_it = job.force or job.if_changed
-    made.save(folder, source=path, request=job.request(), command=job.command, force=replace_it)
+    with timed("write"):
+        made.save(folder, source=path, request=job.request(), command=job.command, force=replace_it)
     if job.vtk or job.ghosts:
-        said.append(_export(folder, path, job))
-    return {"status": "written"} | outcome
+        with timed("export"):
+            said.append(_export(folder, path, job))
+    return {"status": "written"} | found
+
+
+@contextlib.contextmanager
+def _timed(steps: dict[str, float], name: str) -> Iterator[None]:
+    """Context manager: note the seconds of a step."""
+    began = time.perf_counter()
+    yield
+    steps[name] = round(time.perf_counter() - began, 3)
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
@@ -414,7 +437,7 @@ def _is_up_to_date(folder: Path, path: str, job: Job) -> bool:
 def _lost(path: str, folder: Path, why: str) -> dict[str, Any]:
     """The outcome of a file whose worker ended."""
     outcome = {"input": path, "folder": str(folder), "status": "failed", "error": f"{path}: {why}"}
-    return outcome | {"warnings": [], "said": [], "seconds": 0.0}
+    return outcome | {"warnings": [], "said": [], "steps": {}, "seconds": 0.0}
 
 
 def _described(mesh: Mesh) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from math import isfinite
 from typing import Any
 
+from meshshard.atomic_write import check_directory
 from meshshard.cli.output import add_output_options, fail, print_warnings, say
 
 __all__ = ["add_view"]
@@ -58,6 +59,7 @@ def _run(args: argparse.Namespace) -> int:
         return fail("--against compares fields in a picture: it needs --field and --png only", 2)
     with print_warnings():
         if args.against:
+            check_directory(args.png)
             names = (args.against, args.field)
             made = viz.plot_prediction(args.folder, *names, names=names, style=style)
             made.screenshot(args.png)

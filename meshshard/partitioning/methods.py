@@ -25,6 +25,7 @@ from meshshard.mesh import Array
 from meshshard.partitioning import metis_child
 
 __all__ = [
+    "MAX_PARTS",
     "METHODS",
     "RCB",
     "Given",
@@ -36,10 +37,12 @@ __all__ = [
     "label",
     "partitioner_of",
     "record_of",
+    "too_many",
 ]
 
 FEW = 5  # nodes per part; with fewer, k-way METIS leaves parts empty
 SEEDS = 2**31
+MAX_PARTS = 2**15  # the exchange counts are a (k, k) table
 MAX_UFACTOR = 100  # thousandths of imbalance allowed to METIS where loads are coarse
 MEAN_WEIGHT = 1000  # METIS takes integer weights: loads are scaled to this mean
 
@@ -267,6 +270,14 @@ def partitioner_of(method: Any = None, options: Mapping[str, Any] | None = None)
         names = ", ".join(METHODS)
         raise PartitionError(f"method {method!r} is unknown{meant} {names}, or a file of labels")
     return Given(method) if isinstance(method, (np.ndarray, list, str, Path)) else method
+
+
+def too_many(parts: int) -> str:
+    """The message for more than `MAX_PARTS`: what they would take."""
+    return (
+        f"parts {parts:,}: at most {MAX_PARTS:,} are supported; this would write {parts:,} files "
+        f"and need {8 * parts**2 / 1e9:,.0f} GB for the table of what shards exchange"
+    )
 
 
 def record_of(method: Any) -> dict[str, Any]:

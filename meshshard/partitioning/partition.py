@@ -28,7 +28,14 @@ from meshshard.graph.plan import (
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.inspection import weld_and_match
 from meshshard.mesh.ragged import offsets_of
-from meshshard.partitioning.methods import Partitioner, label, partitioner_of, record_of
+from meshshard.partitioning.methods import (
+    MAX_PARTS,
+    Partitioner,
+    label,
+    partitioner_of,
+    record_of,
+    too_many,
+)
 from meshshard.partitioning.objects import source_of
 from meshshard.partitioning.pieces import pieces_of_cells, pieces_of_points
 from meshshard.partitioning.quality import Quality, quality_of
@@ -39,7 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["Partition", "entity_of", "partition"]
 
 CLOUD_NEIGHBORS = 16  # nearest neighbors of a point of a cloud, if no graph is given
-MAX_PARTS = 2**15  # the exchange counts are a (k, k) table
 MAX_HOPS = 255  # hops are uint8
 UNEVEN = 1.05  # largest load over its target above which a warning is issued
 
@@ -351,7 +357,7 @@ def partition(
     """
     k, targets = _parts(parts)
     if k > MAX_PARTS:
-        raise PartitionError(f"parts {k}: at most {MAX_PARTS} are supported")
+        raise PartitionError(too_many(k))
     if not 1 <= halo <= MAX_HOPS:
         raise PartitionError(f"halo {halo} must be 1 to {MAX_HOPS} hops")
     partitioner = partitioner_of(method)

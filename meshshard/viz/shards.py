@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshshard.atomic_write import atomic_file, report_write_errors
+from meshshard.atomic_write import atomic_file, check_directory, report_write_errors
 from meshshard.errors import n_of
 from meshshard.mesh import Array, Mesh
 from meshshard.viz.annotations import (
@@ -328,6 +328,9 @@ def view(
     Raises:
         RenderError: OpenGL, the display or the package for HTML is missing.
     """
+    for file in (png, html):
+        if file is not None:
+            check_directory(file)
     style = style or Style()
     scene = scene_of(subject_of(folder), explode, None, replace(style, off_screen=True))
     written = []
