@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+import torch.multiprocessing.reductions
 import torch.nn.functional as F  # noqa: N812
 import torch.utils.dlpack
 from torch._functorch import eager_transforms
@@ -33,6 +34,9 @@ that a user's own function is running."""
 
 in_transform = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func (`vmap`, `grad`, …) runs on this thread."""
+
+StorageWeakRef = torch.multiprocessing.reductions.StorageWeakRef
+"""Whether memory still exists, whichever tensors share it."""
 
 # ------------------------------------------------------------------------------ names of functions
 NN: Any = torch._C._nn

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshshard.errors import NoShardRule
 from meshshard.tensor._torch_private import native
+from meshshard.tensor.moved import MOVED, is_moved
 
 __all__ = ["RowCopy", "plain", "row_copy"]
 
@@ -98,6 +99,8 @@ def _write_through(row: RowCopy, func: Any) -> None:
         recorded = row.requires_grad or row._owned.requires_grad
         places = zip(row._owned.shape, row._owned.stride(), strict=True)
         expanded = any(n > 1 and stride == 0 for n, stride in places)
+    if is_moved(row._owned):
+        raise NoShardRule(f"a row x[i] of a sharded tensor cannot be changed in place: {MOVED}")
     if expanded or (recorded and torch.is_grad_enabled()):
         name, what = getattr(func, "__name__", func), "expanded" if expanded else "differentiated"
         raise NoShardRule(

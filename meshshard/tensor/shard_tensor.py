@@ -25,6 +25,7 @@ from meshshard.tensor._torch_private import (
     not_compiled,
 )
 from meshshard.tensor.keywords import signature_names
+from meshshard.tensor.moved import MOVED, is_moved
 from meshshard.tensor.row_copy import RowCopy, plain
 from meshshard.tensor.sharding import Sharding
 
@@ -217,6 +218,8 @@ def _into_out(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not _same_layout(found, out):
             why = "out= has another dtype, shape or sharding than the result: assign the result"
             raise refuse(func, (*args, out), rest, why)
+        if is_moved(out):
+            raise refuse(func, (*args, out), rest, MOVED)
     for found, out in zip(results, outs, strict=True):
         with native():
             out.copy_(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +12,10 @@ from torch import Tensor
 from meshshard.tensor._torch_private import called_by_dtensor, native
 from meshshard.tensor.align import global_shape, local_shape, ndim_of
 from meshshard.tensor.layout import rearranged, scaled_sizes
+from meshshard.tensor.moved import moved_from
 from meshshard.tensor.rules.table import named
 from meshshard.tensor.shard_tensor import (
     Rule,
-    Sharded,
     ShardTensor,
     apply_local,
     normalize_dim,
@@ -97,12 +96,6 @@ def reshaped(x: ShardTensor, wanted: list[int], may_move: bool = True) -> Any:
         if x._sharding.own <= 1 and _share_memory(out, x):
             out = out if _is_view(x, local, dim, sharding) else out.clone()
         return wrap(out, sharding, dim)
-
-
-def moved_from(x: ShardTensor, out: Sharded) -> Sharded:
-    """A copy that in torch may be a view of `x`: while `x` exists, in-place functions refuse it."""
-    out._moved_from = weakref.ref(x)
-    return out
 
 
 def _is_view(x: ShardTensor, shape: Sequence[int], dim: int, sharding: Sharding) -> bool:

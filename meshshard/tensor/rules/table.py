@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from meshshard.tensor._torch_private import NN, ORIGINALS, native
 from meshshard.tensor.layout import as_layout
+from meshshard.tensor.moved import MOVED, is_moved
 from meshshard.tensor.shard_tensor import Rule, ShardTensor, name_of, refuse, wrap
 from meshshard.tensor.sharding import Sharding
 
@@ -100,7 +102,10 @@ def one_table(families: Iterable[Mapping[Any, Rule]]) -> dict[Any, Rule]:
             raise ValueError(f"{sorted(map(name_of, twice))} have a rule in two families")
         table.update(family)
     table |= {f: _checked(f, table[f]) for f in functions_named(CHECKED)}
-    return {f: _not_of_moved(f, rule) if is_in_place(f) else rule for f, rule in table.items()}
+    return {
+        f: _not_of_moved(f, rule) if is_in_place(f) or has_inplace(f) else rule
+        for f, rule in table.items()
+    }
 
 
 def _checked(func: Any, rule: Rule) -> Rule:
@@ -131,14 +136,21 @@ def is_in_place(func: Any) -> bool:
     return bool(name.endswith("_")) and name != "requires_grad_"
 
 
+def has_inplace(func: Any) -> bool:
+    """Whether a function of `torch.nn.functional` has an argument `inplace`."""
+    code = getattr(inspect.unwrap(func), "__code__", None) if callable(func) else None
+    return code is not None and "inplace" in code.co_varnames[: code.co_argcount]
+
+
 def _not_of_moved(func: Any, rule: Rule) -> Rule:
-    """The rule of an in-place function, refused on a copy that in torch would be a view."""
+    """The rule of an in-place function, refused on what in torch would share memory."""
+    at = list(inspect.signature(func).parameters).index("inplace") if has_inplace(func) else 0
 
     def _rule(x: Any, *args: Any, **kwargs: Any) -> Any:
-        source = getattr(x, "_moved_from", None)
-        if source is not None and source() is not None:
-            why = "its elements moved between ranks, so it is not a view here: change a clone of it"
-            raise refuse(func, (x, *args), kwargs, why)
+        if not at or kwargs.get("inplace") or (len(args) >= at and args[at - 1]):
+            for t in x if isinstance(x, (list, tuple)) else (x,):
+                if type(t) is ShardTensor and is_moved(t):
+                    raise refuse(func, (x, *args), kwargs, MOVED)
         return rule(x, *args, **kwargs)
 
     return _rule

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshshard.tensor._torch_private import native
 from meshshard.tensor.align import global_shape, ndim_of, require_whole_domain
 from meshshard.tensor.layout import rows_between
-from meshshard.tensor.rules.reshape import moved_from
+from meshshard.tensor.moved import moved_from
 from meshshard.tensor.rules.table import functions_named, named
 from meshshard.tensor.shard_tensor import (
     Rule,
