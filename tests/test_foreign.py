@@ -64,6 +64,18 @@ def test_times_of_openfoam_are_listed(tmp_path):
         io.read(foam_case(tmp_path, serial=(3, 5)))
 
 
+@pytest.mark.parametrize(("time", "expected"), [(None, 300), (0, 0)])
+def test_initial_conditions_of_openfoam_are_read_if_asked_for(tmp_path, time, expected):
+    mesh, _ = read(foam_case(tmp_path, serial=(0, 3)), time=time)
+    assert mesh.cell_fields["p"][0] == expected
+
+
+def test_a_reader_that_fails_does_not_only_blame_the_file(tmp_path):
+    (tmp_path / "a.msh").write_text("$MeshFormat\n4.1 0 8\n$EndMeshFormat\n$Nodes\n9 9 9 9\n")
+    with pytest.raises(ReadError, match=r"a\.msh: cannot be read \(.*or holds what the reader"):
+        io.read(tmp_path / "a.msh")
+
+
 @pytest.mark.parametrize("blocks", [{"grid": 3}, {"fluid": 3, "wall": 3}])
 def test_times_of_vtkhdf(tmp_path, blocks):
     path = vtkhdf(tmp_path / "a.vtkhdf", **blocks)

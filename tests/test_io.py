@@ -273,6 +273,20 @@ def test_pieces(load):
         load("all.pvtp", collection("PPolyData", '<Piece Source="all.pvtp"/>'))
 
 
+def test_arrays_that_pieces_lack(load):
+    load("a.vtp", vtp(cell=array("Float32", "p", [1, 2])))
+    load("b.vtp", vtp())
+    pieces = '<Piece Source="a.vtp"/><Piece Source="b.vtp"/>'
+    listed = '<PCellData><PDataArray type="Float32" Name="q"/></PCellData>'
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mesh = load("all.pvtp", collection("PPolyData", listed + pieces))
+    said = "\n".join(str(w.message) for w in caught)
+    assert "cell array 'q' is listed, but no piece has it" in said
+    assert "'p': NaN in 1 of 2 pieces, which lack it" in said
+    assert np.isnan(mesh.cell_fields["p"]).tolist() == [False, False, True, True]
+
+
 def test_time_steps(load):
     load("a.vtp", vtp())
     load("b.vtp", vtp(polys=[(0, 1, 2)]))

@@ -78,6 +78,8 @@ def serve(read: Callable[[], list[Dataset]], descriptor: int) -> None:
             datasets = read()
         except MeshshardError as error:
             failure = str(error)
+        except MemoryError:
+            failure = "too large for the memory of this machine"
     header = {"error": failure, "warnings": [str(w.message) for w in caught]}
     with os.fdopen(descriptor, "wb") as out:
         _pack(datasets, header, out)

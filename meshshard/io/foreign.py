@@ -47,12 +47,15 @@ def _datasets(path: Path, time: float | None) -> list[Dataset]:
     window = _output_window()
     try:
         item = file_format.read(path, time)
-    except MeshshardError:
+    except (MeshshardError, MemoryError):
         raise
+    except ImportError as error:
+        raise ReadError(f"{path}: its reader needs {error.name}; install it with pip") from None
     except (Exception, SystemExit) as error:  # of any type; meshio calls sys.exit
         line = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
         raise ReadError(
-            f"{path}: cannot be read; damaged, truncated or in another format ({line})"
+            f"{path}: cannot be read ({line}); it is damaged, truncated or in another format, or "
+            "holds what the reader does not know"
         ) from None
     finally:
         output: Any = window.GetOutput()  # bytes where VTK quotes what is not UTF-8
@@ -221,6 +224,7 @@ def read_openfoam(path: Path, time: float | None = None) -> Any:
 
     reader: Any = vtkPOpenFOAMReader()
     reader.SetFileName(str(path))
+    reader.SetSkipZeroTime(time != 0)  # the initial conditions, unless they are wanted
     reader.CreateCellToPointOff()  # no interpolation of cell fields to points
     if hasattr(reader, "DecomposePolyhedraOff"):  # removed in VTK 9.7
         reader.DecomposePolyhedraOff()

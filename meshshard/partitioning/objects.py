@@ -88,7 +88,7 @@ def _of_trimesh(item: Any) -> tuple[Mesh, None]:
 
 
 def _of_scipy(item: Any) -> tuple[None, Graph]:
-    """A graph: the nonzeros of row i are the sources of the edges into node i."""
+    """A graph: the entries of row i are the sources of the edges into node i."""
     if item.ndim != 2 or item.shape[0] != item.shape[1]:
         raise PartitionError(f"partition: the matrix of a graph must be square, not {item.shape}")
     rows = item.tocsr()
@@ -115,18 +115,36 @@ def _of_pyg(item: Any) -> tuple[Mesh | None, Graph | None]:
 
 def _graph_of_pairs(pairs: Array, n: int) -> Graph:
     """A graph from PyG's edge_index (2, n_edges): sources, destinations."""
-    if pairs.ndim != 2 or len(pairs) != 2 or ((pairs < 0) | (pairs >= n)).any():
-        raise PartitionError(f"partition: edge_index must be (2, m) numbers of nodes below {n}")
+    if (
+        pairs.dtype.kind not in "iu"
+        or pairs.ndim != 2
+        or len(pairs) != 2
+        or ((pairs < 0) | (pairs >= n)).any()
+    ):
+        raise PartitionError(
+            f"partition: edge_index must be (2, m) integers, numbers of nodes below {n}"
+        )
     sources, destinations = pairs
     order = np.argsort(destinations, kind="stable")
     return Graph(offsets_of(np.bincount(destinations, minlength=n)), sources[order])
 
 
 def _array(values: Any) -> Array:
-    """A NumPy array from an array or a tensor on any device."""
+    """A NumPy array from an array or a tensor on any device.
+
+    Raises:
+        PartitionError: a sparse or meta tensor, or a masked array.
+    """
     if hasattr(values, "detach"):
+        if values.is_meta or str(values.layout) != "torch.strided":
+            raise PartitionError(
+                f"partition: a tensor on {values.device} with the layout {values.layout} holds no "
+                "rows; pass a dense one"
+            )
         values = values.detach().cpu()
         values = values.float() if str(values.dtype) == "torch.bfloat16" else values
+    if np.ma.is_masked(values):
+        raise PartitionError("partition: values of a masked array are missing; fill or remove them")
     return np.asarray(values)
 
 

@@ -329,7 +329,7 @@ def partition(
 
     Args:
         mesh: a Mesh, the path of a file, a PyVista dataset, a Trimesh, a meshio.Mesh, points (n, 3)
-            as an array or a tensor; a Graph, a scipy sparse matrix (the nonzeros of row i are the
+            as an array or a tensor; a Graph, a scipy sparse matrix (the entries of row i are the
             sources of edges into node i), or a PyG Data with `pos`, `edge_index` or both.
         parts: number of shards, or the share of the load of each, e.g. [2, 1, 1].
         on: what to shard: "cells", "points", or "auto", which takes points if only points have
