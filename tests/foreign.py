@@ -117,24 +117,39 @@ def vtkhdf(path, **blocks):
     return path
 
 
-def ensight_values(path, *parts):
+def ensight_text(items, binary):
+    """Lines of EnSight Gold: words, integers and float arrays, as text or in C binary."""
+    if not binary:
+        rows = (
+            [item] if isinstance(item, str)
+            else ["".join(f"{i:10d}" for i in np.atleast_1d(item))] if np.asarray(item).dtype == int
+            else [f"{value:12.5e}" for value in item]
+            for item in items
+        )  # fmt: skip
+        return "".join(f"{row}\n" for of_item in rows for row in of_item).encode()
+    return b"".join(
+        item.encode().ljust(80) if isinstance(item, str)
+        else np.asarray(item, "i4" if np.asarray(item).dtype == int else "f4").tobytes()
+        for item in items
+    )  # fmt: skip
+
+
+def ensight_values(path, *parts, binary=False):
     """A variable file of EnSight Gold: the values of each part, component by component."""
-    lines = [path.stem]
+    items = [path.stem]
     for number, values in enumerate(parts, 1):
-        lines += ["part", f"{number:10d}", "hexa8"]
-        lines += [f"{value:12.5e}" for value in np.transpose(values).ravel()]
-    path.write_text("\n".join(lines) + "\n")
+        items += ["part", number, "hexa8", np.transpose(values).astype(float).ravel()]
+    path.write_bytes(ensight_text(items, binary))
 
 
-def ensight(folder, variables, times=""):
+def ensight(folder, variables, times="", binary=False):
     """A case of one part of two hexahedra."""
     grid = hexahedra(2)
-    lines = ["geometry", "-", "node id assign", "element id assign", "part", f"{1:10d}", "fluid"]
-    lines += ["coordinates", f"{12:10d}", *(f"{x:12.5e}" for x in grid.points.T.ravel())]
-    lines += ["hexa8", f"{2:10d}"]
-    cells = 1 + grid.cell_connectivity.reshape(2, 8)
-    lines += ["".join(f"{i:10d}" for i in cell) for cell in cells]
-    (folder / "grid.geo").write_text("\n".join(lines) + "\n")
+    cells = 1 + grid.cell_connectivity.reshape(2, 8).astype(int)
+    items = ["C Binary"] if binary else []
+    items += ["geometry", "-", "node id assign", "element id assign", "part", 1, "fluid"]
+    items += ["coordinates", 12, grid.points.T.ravel(), "hexa8", 2, *cells]
+    (folder / "grid.geo").write_bytes(ensight_text(items, binary))
     head = "FORMAT\ntype: ensight gold\nGEOMETRY\nmodel: grid.geo\nVARIABLE\n"
     (folder / "a.case").write_text(f"{head}{variables}\n{times}")
     return folder / "a.case"

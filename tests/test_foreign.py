@@ -150,6 +150,15 @@ def test_a_short_variable_of_ensight_is_refused(tmp_path, cut):
         io.read(path)
 
 
+def test_a_short_binary_variable_of_ensight_is_refused(tmp_path):
+    ensight_values(tmp_path / "U.v", [(1, 0, 1), (1, 0, 2)], binary=True)
+    path = ensight(tmp_path, "vector per element: U U.v", binary=True)
+    assert io.read(path).cell_fields["U"].tolist() == [[1, 0, 1], [1, 0, 2]]
+    (tmp_path / "U.v").write_bytes((tmp_path / "U.v").read_bytes()[:-2])
+    with pytest.raises(ReadError, match=r"a\.case: (VTK cannot read|U\.v holds 5 values)"):
+        io.read(path)
+
+
 def test_a_missing_variable_of_ensight_is_refused(tmp_path):
     path = ensight(tmp_path, "scalar per element: T T.s")
     with pytest.raises(ReadError, match=r"a\.case: VTK cannot read it: Unable to open file.*T\.s"):

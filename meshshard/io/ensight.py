@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,23 +13,27 @@ from meshshard.mesh.checks import warn
 __all__ = ["check_case"]
 
 WIDTHS = {"scalar": 1, "vector": 3, "tensor symm": 6, "tensor asym": 9}
+PART = 80 + 4 + 80  # bytes of a part in a binary file: the word part, its number, a type of cells
 _NUMBER = re.compile(rb"(?m)^[ \t]*[-+]?(?:\.?[0-9]|nan|inf)[^\n]*\n?")
 
 
 class _Variable(NamedTuple):
+    place: str
     name: str
     width: int
     time_set: str
     file: str
 
 
-def check_case(path: Path, time: float | None, rows: Mapping[str, int]) -> None:
+def check_case(
+    path: Path, time: float | None, rows: Mapping[tuple[str, str], Sequence[int]]
+) -> None:
     """Verify that the files of the variables hold enough values.
 
     Args:
         path: the .case file.
         time: the time step that was read.
-        rows: number of rows that were read, over all parts, by the name of the variable.
+        rows: numbers of rows that were read of each part, by ("node" or "element", name).
 
     Raises:
         ReadError: a file is too short.
@@ -45,8 +49,9 @@ def check_case(path: Path, time: float | None, rows: Mapping[str, int]) -> None:
             warn(f"{path}: '{variable.name}' has no step at {time!r}; an earlier one is read")
         at = max((i for i, t in enumerate(times) if time is None or t <= time), default=0)
         file = path.parent / _numbered(variable.file, steps, at)
-        expected = rows.get(variable.name, 0) * variable.width
-        if file.is_file() and (found := _count(file.read_bytes())) < expected:
+        parts = rows.get((variable.place, variable.name), ())
+        expected = sum(parts) * variable.width
+        if file.is_file() and (found := _count(file.read_bytes(), len(parts))) < expected:
             raise ReadError(
                 f"{path}: {file.name} holds {found} values, '{variable.name}' needs {expected}; "
                 "the file is truncated"
@@ -61,11 +66,11 @@ def _sections(text: str) -> Iterator[tuple[str, str]]:
 
 def _variables(text: str) -> Iterator[_Variable]:
     """The variables with a file; each line is "kind per place: [time set] [file set] name file"."""
-    for kind, line in re.findall(r"(?m)^\s*([\w ]+) per (?:node|element)\s*:(.*)$", text):
+    for kind, place, line in re.findall(r"(?m)^\s*([\w ]+) per (node|element)\s*:(.*)$", text):
         words = line.split()
         if kind in WIDTHS and len(words) > 1:
             time_set = words[0] if len(words) > 2 and words[0].isdigit() else "1"
-            yield _Variable(words[-2], WIDTHS[kind], time_set, words[-1].strip('"'))
+            yield _Variable(place, words[-2], WIDTHS[kind], time_set, words[-1].strip('"'))
 
 
 def _time_sets(text: str) -> dict[str, dict[str, list[str]]]:
@@ -90,10 +95,10 @@ def _numbered(file: str, steps: Mapping[str, list[str]], at: int) -> str:
     return re.sub(r"\*+", lambda stars: f"{number:0{len(stars[0])}d}", file)
 
 
-def _count(data: bytes) -> int:
+def _count(data: bytes, n_parts: int) -> int:
     """Number of values in a variable file; of a binary one at most so many."""
     if b"\n" not in data[:81] or b"\0" in data[:81]:
-        return max(0, len(data) - 80) // 4
+        return max(0, len(data) - 80 - n_parts * PART) // 4
     lines = [match[0] for match in _NUMBER.finditer(data, data.find(b"\n") + 1)]
     cut = len(lines) > 1 and len(lines[-1]) < len(lines[-2]) - 1  # inside the last number
     return len(lines) - len(re.findall(rb"(?m)^part", data)) - cut

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -205,11 +205,12 @@ def read_ensight(path: Path, time: float | None = None) -> Any:
     Raises:
         ReadError: as `read_vtk`; also if a file of the case is truncated.
     """
-    item, rows = read_vtk(path, time), Counter[str]()
+    item, rows = read_vtk(path, time), defaultdict[tuple[str, str], list[int]](list)
     for dataset, _ in vtk_leaves(item, str(path)):
-        for attributes in (dataset.GetCellData(), dataset.GetPointData()):
-            for i in range(attributes.GetNumberOfArrays()):
-                rows[attributes.GetArrayName(i)] += attributes.GetArray(i).GetNumberOfTuples()
+        for place, data in (("element", dataset.GetCellData()), ("node", dataset.GetPointData())):
+            for i in range(data.GetNumberOfArrays()):
+                n = data.GetAbstractArray(i).GetNumberOfTuples()
+                rows[place, data.GetArrayName(i)].append(n)
     check_case(path, time, rows)
     return item
 
