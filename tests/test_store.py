@@ -239,9 +239,19 @@ def test_fields_that_cannot_be_stored(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=r"'point:bad' of dtype"):
             make(tmp_path, mesh, 2)
     assert not list(tmp_path.iterdir())
-    mesh = Mesh(points=np.eye(3), point_fields={"big": np.arange(3, dtype=">f4")})
-    values = make(tmp_path, mesh, 2).gather().point_fields["big"]
-    np.testing.assert_array_equal(values, [0, 1, 2])
+
+
+def test_the_order_of_bytes_is_not_stored(tmp_path: Path) -> None:
+    contents = []
+    for order in "<>":
+        big = {"big": np.arange(3, dtype=f"{order}f4")}
+        mesh = Mesh(points=np.eye(3, dtype=f"{order}f8"), point_fields=big)
+        folder = make(tmp_path / f"order{ord(order)}", mesh, 2)
+        found = folder.gather()
+        np.testing.assert_array_equal(found.points, np.eye(3))
+        np.testing.assert_array_equal(found.point_fields["big"], [0, 1, 2])
+        contents.append(folder.manifest["content"])
+    assert contents[0] == contents[1]
 
 
 def test_a_bare_graph_cannot_be_stored(tmp_path: Path) -> None:

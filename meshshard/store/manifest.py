@@ -58,7 +58,7 @@ def manifest_of(
         "kind": mesh.kind,
         "n_points": mesh.n_points,
         "n_cells": mesh.n_cells,
-        "points_dtype": str(mesh.points.dtype),
+        "points_dtype": str(mesh.points.dtype.newbyteorder("=")),
         "offset": mesh.offset.tolist(),
         "welded_points": mesh.n_welded,
         "blocks": list(mesh.blocks),
@@ -84,7 +84,8 @@ def content_of(manifest: Mapping[str, Any], shards: Iterable[str]) -> str:
 def _describe(fields: Mapping[str, Array], on: str) -> Iterator[dict[str, Any]]:
     for name, values in fields.items():
         width = int(np.prod(values.shape[1:], dtype=int))
-        yield {"name": name, "on": on, "dtype": str(values.dtype), "width": width, "unit": None}
+        dtype = str(values.dtype.newbyteorder("="))  # in files all are little-endian
+        yield {"name": name, "on": on, "dtype": dtype, "width": width, "unit": None}
 
 
 def _describe_source(path: Path) -> dict[str, Any]:
