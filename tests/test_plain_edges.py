@@ -1,6 +1,5 @@
 """Convolutions of PyG with sharded rows and a plain edge_index; what `partition` refuses."""
 
-import numpy as np
 import pytest
 import torch
 import torch_geometric.nn as pyg
@@ -10,7 +9,7 @@ import meshshard
 from meshshard.comm import DomainError, init_domain
 from meshshard.errors import MeshshardError, MeshWarning
 from meshshard.nn import convert
-from meshshard.partitioning.partition import PartitionError, partition
+from meshshard.partitioning.partition import partition
 from meshshard.ranks.shard import load
 from meshshard.tensor import shard
 
@@ -92,13 +91,6 @@ def launched(folder):
 def test_load_takes_the_ranks_that_were_launched(ranks, folder):
     assert [len(sizes) for sizes in ranks[2].run(launched, folder)] == [2, 2]
     assert len(launched(folder)) == 1
-
-
-@pytest.mark.parametrize("thing", [None, np.zeros((3, 3)), torch.zeros(3, 3), object()])
-def test_objects_that_are_no_mesh_are_refused_by_one_sentence(thing):
-    name = type(thing).__name__
-    with pytest.raises(PartitionError, match=rf"got {name}; make arrays a mesh with from_arrays"):
-        partition(thing, 2)
 
 
 def test_dir_lists_the_modules():

@@ -128,12 +128,18 @@ def _without_data(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
+UNWRITTEN = {  # what they change is not the values
+    "requires_grad_", "detach_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_",
+    "swapdims_", "share_memory_",
+}  # fmt: skip
+
+
 def is_in_place(func: Any) -> bool:
-    """Whether a function changes its first argument, by its name."""
+    """Whether a function changes the values of its first argument, by its name."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (bool(name[2] == "i") and name != "__invert__")
-    return bool(name.endswith("_")) and name != "requires_grad_"
+    return bool(name.endswith("_")) and name not in UNWRITTEN
 
 
 def has_inplace(func: Any) -> bool:
