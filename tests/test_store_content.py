@@ -222,7 +222,7 @@ def test_other_files_and_results_in_a_folder_are_not_removed_silently(folder: Pa
     for p in range(3):
         found.put(p, {"p": np.zeros(found.sizes[p])}, "drag")
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(StoreError, match=r"holds 'notes\.txt', which is no part"):
+    with pytest.raises(StoreError, match=r"holds 'notes\.txt', which is not part"):
         cut(surface(), 2).save(folder, force=True)
     (folder / "notes.txt").unlink()
     with pytest.warns(MeshWarning, match="the results drag are removed"):

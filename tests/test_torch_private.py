@@ -210,9 +210,7 @@ def test_some_functions_do_not_ask(record, name):
     assert record(UNASKED[name], 3) == ([], [])
 
 
-def test_each_of_them_is_checked():
-    for owner, attribute, _ in private.UNASKED:
-        assert hasattr(getattr(owner, attribute), "__wrapped__")
+def test_each_of_them_is_listed():
     names = [o.__name__ if isinstance(o, type) else a for o, a, _ in private.UNASKED]
     assert names == list(UNASKED)
 
