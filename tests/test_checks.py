@@ -31,11 +31,22 @@ def test_forms_of_cells():
         ({"cells": [[0, 1, 4]]}, "cell 0 refers to point 4"),
         ({"cells": [[0, 1, 2], [0, -1, 2]]}, "cell 1 refers to point -1"),
         ({"cells": [[0, 1]]}, "cell 0 is a polygon with 2 points"),
+        (
+            {"cells": np.array([[0, 1, 2.5]])},
+            "cells are float64; convert the point ids to integers",
+        ),
+        ({"cells": [[0, 1, 2.5], [0, 1, 2, 3]]}, "cells are float64"),
+        ({"cells": np.ones((2, 3), bool)}, "cells are bool"),
         ({"cells": (np.array([0, 4, 3]), np.arange(4))}, "cell 1: offset 3 goes backwards"),
         ({"cells": (np.array([0, 3]), np.arange(4))}, "offset 3 does not fit"),
         ({"cells": (np.array([1, 4]), np.arange(4))}, "offsets must be"),
         ({"cell_fields": {"p": np.zeros(1)}}, "cell field 'p' has 1 row for 0 cells"),
         ({"point_fields": {"p": np.zeros(5)}}, "point field 'p' has 5 rows for 4 points"),
+        ({"point_fields": {"p": 3.0}}, "point field 'p': a single value; give an array"),
+        (
+            {"point_fields": {"p": np.ma.masked_less(np.arange(4), 2)}},
+            "'p': 2 values masked; replace",
+        ),
     ],
 )
 def test_inconsistent_meshes_are_refused(options, words):
@@ -52,6 +63,8 @@ def test_points():
         from_arrays(bad)
     with pytest.raises(MeshError, match="ids 0, 1, 2, 3, 4, …"):
         from_arrays(np.full((10, 3), np.nan))
+    with pytest.raises(MeshError, match="points: 3 values masked"):
+        from_arrays(np.ma.masked_less(np.arange(12.0).reshape(4, 3), 3))
 
 
 def test_fields_that_are_not_finite_are_counted():

@@ -351,6 +351,13 @@ def test_clouds(load, tmp_path):
     assert mesh.point_fields["p q"].tolist() == [1, 2]
     torch.save({"pos": torch.ones(4, 2), "u": torch.zeros(4, 3)}, tmp_path / "a.pt")
     assert io.read(tmp_path / "a.pt").points.tolist() == [[1, 1, 0]] * 4
+    views = {"a": torch.arange(3.0)._neg_view(), "b": torch.ones(3, dtype=torch.complex64).imag}
+    torch.save({"pos": torch.ones(3, 3), **views}, tmp_path / "a.pt")
+    assert io.read(tmp_path / "a.pt").point_fields["a"].tolist() == [0, -1, -2]
+    for bad in (torch.ones(3).to_sparse(), torch.ones(3).to(torch.float8_e5m2)):
+        torch.save({"pos": torch.ones(3, 3), "bad": bad}, tmp_path / "a.pt")
+        with pytest.raises(ReadError, match=r"'bad' is no plain array .* make it a dense float"):
+            io.read(tmp_path / "a.pt")
     torch.save({"pos": Path("x")}, tmp_path / "a.pt")
     with pytest.raises(ReadError, match="plain dict of tensors"):
         io.read(tmp_path / "a.pt")

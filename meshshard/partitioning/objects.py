@@ -165,7 +165,7 @@ KINDS = (
     Kind("the path of a file", lambda item: isinstance(item, (str, Path)), _read),
     Kind("a PyVista dataset", lambda item: hasattr(item, "IsA"), _of_vtk),
     Kind("points (n, 3) as an array", lambda item: isinstance(item, np.ndarray), _of_points),
-    Kind("a tensor", _made_by("torch", "detach", "shape"), _of_points),
+    Kind("a tensor", _made_by("torch", "detach"), _of_points),
     Kind("a Trimesh", _made_by("trimesh", "vertices", "faces"), _of_trimesh),
     Kind("a meshio.Mesh", _made_by("meshio", "points", "cells"), _of_meshio),
     Kind("a scipy sparse matrix", _made_by("scipy", "tocsr", "shape"), _of_scipy),

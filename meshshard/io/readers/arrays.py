@@ -12,14 +12,14 @@ from typing import IO, Any
 
 import numpy as np
 
-from meshshard.errors import ReadError
+from meshshard.errors import MeshError, ReadError, n_of
 from meshshard.io.dataset import Dataset
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.cells import POLYGON, QUAD, TRIANGLE
 from meshshard.mesh.checks import check, warn
 from meshshard.mesh.ragged import no_rows, offsets_of
 
-__all__ = ["from_arrays", "read_csv", "read_npz", "read_pt"]
+__all__ = ["from_arrays", "read_csv", "read_npz", "read_pt", "tensor_values"]
 
 NAMES = ("points", "pos", "coords", "xyz", "coordinates", "positions", "vertices")
 AXES = (
@@ -55,10 +55,14 @@ def from_arrays(
     Raises:
         MeshError: the arrays are inconsistent.
     """
-    coordinates = _with_z(np.asarray(points))
+    coordinates = _with_z(_values(points, f"{name}: points"))
     if coordinates.dtype.kind != "f":
         coordinates = coordinates.astype(np.float64)
     connectivity, offsets = _cells(cells)
+    if len(connectivity) and connectivity.dtype.kind not in "iu":
+        raise MeshError(
+            f"{name}: cells are {connectivity.dtype}; convert the point ids to integers"
+        )
     counts = np.diff(offsets)
     types = np.select([counts == 3, counts == 4], [TRIANGLE, QUAD], POLYGON).astype(np.uint8)
     mesh = Mesh(
@@ -66,11 +70,26 @@ def from_arrays(
         connectivity=connectivity,
         offsets=offsets,
         types=types,
-        cell_fields={key: np.asarray(values) for key, values in (cell_fields or {}).items()},
-        point_fields={key: np.asarray(values) for key, values in (point_fields or {}).items()},
+        cell_fields=_fields(cell_fields, f"{name}: cell"),
+        point_fields=_fields(point_fields, f"{name}: point"),
         name=name,
     )
     return check(mesh)
+
+
+def _fields(fields: Mapping[str, Any] | None, what: str) -> dict[str, Array]:
+    return {key: _values(item, f"{what} field {key!r}") for key, item in (fields or {}).items()}
+
+
+def _values(item: Any, what: str) -> Array:
+    """An array of at least one dimension, none of whose values is masked."""
+    if np.ma.is_masked(item):
+        n_masked = int(np.ma.getmaskarray(item).sum())
+        raise MeshError(f"{what}: {n_of(n_masked, 'values')} masked; replace with .filled(…)")
+    values = np.asarray(item)
+    if not values.ndim:
+        raise MeshError(f"{what}: a single value; give an array with a row for each")
+    return values
 
 
 def _cells(cells: Any) -> tuple[Array, Array]:
@@ -78,14 +97,13 @@ def _cells(cells: Any) -> tuple[Array, Array]:
     if cells is None or len(cells) == 0:
         return no_rows()
     if isinstance(cells, tuple):
-        offsets, connectivity = (np.asarray(part) for part in cells)
+        offsets, connectivity = map(np.asarray, cells)
         return connectivity, offsets.astype(np.int64, copy=False)
     if isinstance(cells, np.ndarray) and cells.ndim == 2:
         n, width = cells.shape
         return cells.reshape(-1), np.arange(n + 1, dtype=np.int64) * width
     counts = np.array([len(cell) for cell in cells])
-    ids = np.fromiter(chain.from_iterable(cells), np.int64, int(counts.sum()))
-    return ids, offsets_of(counts)
+    return np.array(list(chain.from_iterable(cells))), offsets_of(counts)
 
 
 def _with_z(points: Array) -> Array:
@@ -268,20 +286,38 @@ def read_pt(path: Path) -> list[Dataset]:
         loaded = {"points": loaded}
     if not isinstance(loaded, dict):
         raise ReadError(f"{path}: holds a {type(loaded).__name__}; save a dict of tensors")
-    tensors = {
-        str(name): value
-        for name, value in loaded.items()
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided
-    }
+    tensors = {str(key): item for key, item in loaded.items() if isinstance(item, torch.Tensor)}
     for name, value in tensors.items():
-        if value.nbytes > 2 * path.stat().st_size + EXPANDED:
+        dense = value.layout == torch.strided and not value.is_meta
+        if dense and value.nbytes > 2 * path.stat().st_size + EXPANDED:
             shape = tuple(value.shape)
             raise ReadError(f"{path}: '{name}' {shape} is expanded; save it with .contiguous()")
-    arrays = {
-        name: (value.float() if value.dtype == torch.bfloat16 else value).detach().numpy()
-        for name, value in tensors.items()
-    }
-    return [cloud(arrays, path)]
+    try:
+        return [cloud({key: tensor_values(item, repr(key)) for key, item in tensors.items()}, path)]
+    except TypeError as error:
+        raise ReadError(f"{path}: {error}") from None
+
+
+def tensor_values(tensor: Any, name: str) -> Array:
+    """The values of a torch tensor on any device; bfloat16 as float32.
+
+    Args:
+        tensor: the tensor.
+        name: its name in messages.
+
+    Raises:
+        TypeError: NumPy has no such type, or the values are sparse, nested or missing.
+    """
+    tensor = tensor.detach()
+    if str(tensor.dtype) == "torch.bfloat16":
+        tensor = tensor.float()
+    try:
+        return np.asarray(tensor.cpu().resolve_conj().resolve_neg().numpy())
+    except (TypeError, RuntimeError):  # NotImplementedError is a RuntimeError
+        kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device.type}"
+        raise TypeError(
+            f"{name} is no plain array ({kind}); make it a dense float tensor"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:
