@@ -356,7 +356,7 @@ def test_clouds(load, tmp_path):
     assert io.read(tmp_path / "a.pt").point_fields["a"].tolist() == [0, -1, -2]
     for bad in (torch.ones(3).to_sparse(), torch.ones(3).to(torch.float8_e5m2)):
         torch.save({"pos": torch.ones(3, 3), "bad": bad}, tmp_path / "a.pt")
-        with pytest.raises(ReadError, match=r"'bad' is no plain array .* make it a dense float"):
+        with pytest.raises(ReadError, match=r"'bad' is not a plain array .* make it a dense float"):
             io.read(tmp_path / "a.pt")
     torch.save({"pos": Path("x")}, tmp_path / "a.pt")
     with pytest.raises(ReadError, match="plain dict of tensors"):

@@ -342,6 +342,18 @@ def test_invalid_requests_are_render_errors(mesh: Mesh, parts: Partition, tmp_pa
         (Style(focus="body"), "focus is 'body'; expected six numbers"),
         (Style(cmap="rainbows"), "color map 'rainbows' does not exist"),
         (Style(clim=(1.0, 1.0)), "expected two rising numbers"),
+        (Style(clim=(1.0,)), "clim is .* expected 2 numbers"),
+        (Style(size=(0, 10)), "size is .* expected pixels up to 20,000"),
+        (Style(size=(1e3, 10)), "size is .* expected pixels"),
+        (Style(zoom=-1.0), "zoom is -1.0; expected above 0"),
+        (Style(zoom=float("nan")), "zoom is nan"),
+        (Style(direction=(0.0, 0.0, 0.0)), r"direction and up must not be \(0, 0, 0\)"),
+        (Style(direction=(1.0, 2.0)), "direction is .* expected 3 numbers"),
+        (Style(focus=(0.0, 1.0)), "focus is .* expected 6 numbers"),
+        (Style(focus=(1.0, 0.0) * 3), "expected x min, x max"),
+        (Style(focus=(90.0, 91.0) * 3), "nothing is there; x, y, z are "),
+        (Style(max_cells=0), "max_cells is 0; expected at least 1"),
+        (Style(clip="x=-1e9"), "nothing is left at clip='x=-1e9'"),
     ]:
         with pytest.raises(RenderError, match=said):
             plot_shards(parts, field="CpMeanTrim", style=style)
@@ -350,6 +362,15 @@ def test_invalid_requests_are_render_errors(mesh: Mesh, parts: Partition, tmp_pa
         plot_shards(solid, style=Style(slice="x=9"))
     with pytest.raises(RenderError, match="halo= cannot be drawn on a slice"):
         plot_shards(solid, halo=0, style=Style(slice="x"))
+    for explode in (-1, float("nan"), 1e30, "2"):
+        with pytest.raises(RenderError, match=r"explode is .* expected 0 to 1000"):
+            plot_shards(parts, explode=explode)
+    with pytest.raises(RenderError, match=r"p: .* too wide for a color bar; give clim="):
+        scale_of(np.array([-1.7e308, 1.7e308]), "p")
+    for name in ("a", "a.PNG", "a.html", "x.shards"):
+        with pytest.raises(RenderError, match=rf"{name}: pictures are written as .png, "):
+            view(parts, png=tmp_path / name)
+    assert not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------ panels
@@ -485,13 +506,23 @@ def test_the_command_line_has_the_options_of_a_style(parts: Partition, tmp_path:
 @pytest.mark.parametrize(("option", "said"), [
     ("--clim=1", "'1'; expected 2 numbers"), ("--view=a,b,c", "expected 3 numbers"),
     ("--focus=1,2,3,4,5,nan", "expected 6 numbers"), ("--zoom=0", "expected a positive number"),
-    ("--size=1e9x3", "expected pixels such as 1200x760"),
+    ("--size=1e9x3", "expected pixels such as 1200x760"), ("--zoom=inf", "expected 1 number such"),
 ])  # fmt: skip
 def test_options_of_a_style_are_checked(option: str, said: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["view", "x.shards", "--png", "a.png", option])
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_colors_without_a_field_are_refused(capsys: Any) -> None:
+    assert main(["view", "x.shards", "--png", "a.png", "--unit", "Pa", "--clim", "0,1"]) == 2
+    assert "--clim and --unit: only fields have" in capsys.readouterr().err
+
+
+def test_a_direction_of_any_length(parts: Partition) -> None:
+    pictures = [shot(parts, style=Style(direction=(s, s, s))) for s in (1e-200, 1.0, 1e200)]
+    assert all(np.array_equal(picture, pictures[1]) for picture in pictures)
 
 
 def test_a_page_of_a_field_has_its_color_scale(parts: Partition, tmp_path: Path) -> None:

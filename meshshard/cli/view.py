@@ -9,6 +9,7 @@ from typing import Any
 
 from meshshard.atomic_write import check_directory
 from meshshard.cli.output import add_output_options, fail, print_warnings, say
+from meshshard.errors import n_of
 
 __all__ = ["add_view"]
 
@@ -47,9 +48,13 @@ def _add_style(p: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from meshshard import viz
+    from meshshard.viz.rendering import check_picture, save_picture
 
     if not (args.png or args.html or args.show):
         return fail("give an output: --png FILE, --html FILE or --show", 2)
+    colors = [f"--{name}" for name in ("cmap", "clim", "unit") if getattr(args, name)]
+    if colors and args.field is None:
+        return fail(f"{' and '.join(colors)}: only fields have colors of a scale; give --field", 2)
     style = viz.Style(
         size=args.size, direction=args.view, clip="" if args.clip == "none" else args.clip,
         slice=args.slice, focus=args.focus, zoom=args.zoom, cmap=args.cmap, clim=args.clim,
@@ -61,9 +66,9 @@ def _run(args: argparse.Namespace) -> int:
         if args.against:
             check_directory(args.png)
             names = (args.against, args.field)
+            check_picture(args.png)
             made = viz.plot_prediction(args.folder, *names, names=names, style=style)
-            made.screenshot(args.png)
-            made.close()
+            save_picture(made, args.png)
         else:
             viz.view(args.folder, png=args.png, html=args.html, show=args.show,
                  explode=args.explode, field=args.field, style=style)  # fmt: skip
@@ -81,7 +86,9 @@ def _numbers(n: int) -> Callable[[str], tuple[float, ...]]:
         except ValueError:
             values = ()
         if len(values) != n or not all(map(isfinite, values)):
-            raise argparse.ArgumentTypeError(f"{text!r}; expected {n} numbers such as 0,1.5,-2")
+            raise argparse.ArgumentTypeError(
+                f"{text!r}; expected {n_of(n, 'numbers')} such as 0,1.5,-2"
+            )
         return values
 
     return read

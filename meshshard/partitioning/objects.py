@@ -10,6 +10,7 @@ import numpy as np
 
 from meshshard.errors import PartitionError
 from meshshard.graph import Graph
+from meshshard.io.readers.arrays import tensor_values
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.ragged import offsets_of
 
@@ -133,19 +134,16 @@ def _array(values: Any) -> Array:
     """A NumPy array from an array or a tensor on any device.
 
     Raises:
-        PartitionError: a sparse or meta tensor, or a masked array.
+        PartitionError: a sparse, nested or meta tensor, or a masked array.
     """
-    if hasattr(values, "detach"):
-        if values.is_meta or str(values.layout) != "torch.strided":
-            raise PartitionError(
-                f"partition: a tensor on {values.device} with the layout {values.layout} holds no "
-                "rows; pass a dense one"
-            )
-        values = values.detach().cpu()
-        values = values.float() if str(values.dtype) == "torch.bfloat16" else values
     if np.ma.is_masked(values):
         raise PartitionError("partition: values of a masked array are missing; fill or remove them")
-    return np.asarray(values)
+    if not hasattr(values, "detach"):
+        return np.asarray(values)
+    try:
+        return tensor_values(values, "the tensor")
+    except TypeError as error:
+        raise PartitionError(f"partition: {error}") from None
 
 
 def _mesh(points: Array, cells: Array | None = None, **fields: Any) -> Mesh:

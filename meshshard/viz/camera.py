@@ -35,8 +35,13 @@ def view_axes(direction: Array, up: tuple[float, float, float] = (0.0, 0.0, 1.0)
         direction: (3,) from the mesh to the eye.
         up: what points up in the picture; y, then x, if `direction` is parallel to it.
     """
-    towards = np.asarray(direction, float) / np.linalg.norm(direction)
-    wanted = [np.asarray(up, float), np.array([0.0, 1.0, 0.0]), np.array([1.0, 0.0, 0.0])]
+    towards = np.asarray(direction, float) / np.abs(direction).max()  # its square may overflow
+    towards /= np.linalg.norm(towards)
+    wanted = [
+        np.asarray(up, float) / np.linalg.norm(up),
+        np.array([0.0, 1.0, 0.0]),
+        np.array([1.0, 0.0, 0.0]),
+    ]
     right = next(r for r in (np.cross(u, towards) for u in wanted) if np.linalg.norm(r) > 0.2)
     right /= np.linalg.norm(right)
     return np.stack([right, np.cross(towards, right), towards])

@@ -7,20 +7,24 @@ import subprocess
 import sys
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from meshshard.atomic_write import atomic_file, report_write_errors
 from meshshard.errors import MeshWarning, RenderError
 
 __all__ = [
     "LINE",
+    "check_picture",
     "check_rendering",
     "check_window",
     "enlargement",
     "panel_size",
     "plotter",
     "point_size",
+    "save_picture",
     "show",
 ]
 
@@ -28,6 +32,7 @@ WINDOW = "VTK_DEFAULT_OPENGL_WINDOW"  # VTK's own name for its choice of window
 LINE = 5.0  # width in pixels of the cells of a mesh of lines, in a picture of 1200 x 760 pixels
 OFF_SCREEN = ("vtkEGLRenderWindow", "vtkOSOpenGLRenderWindow")
 PACKAGES = "libgl1 libegl1 libegl-mesa0 libgl1-mesa-dri libxrender1"
+PICTURES = (".png", ".jpeg", ".jpg", ".bmp", ".tif", ".tiff")  # as PyVista writes them
 PROBE = """
 from vtkmodules.vtkRenderingCore import vtkRenderer, vtkRenderWindow, vtkWindowToImageFilter
 import vtkmodules.vtkRenderingOpenGL2
@@ -133,6 +138,30 @@ def plotter(
     else:
         made.enable_anti_aliasing("ssaa")
     return made
+
+
+def check_picture(path: str | Path) -> None:
+    """Verify the suffix of a picture.
+
+    Raises:
+        RenderError: pictures are not written in this format.
+    """
+    if Path(path).suffix not in PICTURES:
+        raise RenderError(f"{path}: pictures are written as {', '.join(PICTURES)}")
+
+
+def save_picture(made: Any, path: str | Path) -> Path:
+    """Write the picture of a plotter, atomically, and close it.
+
+    Raises:
+        RenderError: pictures are not written in this format.
+        StoreError: the file cannot be written.
+    """
+    check_picture(path)
+    with report_write_errors(Path(path)), atomic_file(Path(path)) as part:
+        made.screenshot(str(part))
+    made.close()
+    return Path(path)
 
 
 def show(made: Any) -> Any:

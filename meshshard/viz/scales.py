@@ -110,7 +110,7 @@ def scale_of(
         log: colors are linear in the logarithm.
 
     Raises:
-        RenderError: `clim` is not two rising numbers.
+        RenderError: `clim` is not two rising numbers, or the range is wider than a float64.
     """
     known = values[np.isfinite(values)]
     low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
@@ -123,6 +123,8 @@ def scale_of(
         low, high = -max(-low, high), max(-low, high)
     if not low < high:
         low, high = low - max(abs(low), 1.0) / 2, high + max(abs(high), 1.0) / 2
+    if not np.isfinite(high - low):
+        raise RenderError(f"{title}: {low:g} to {high:g} is too wide for a color bar; give clim=")
     name = f"{title} [{unit}]" if unit else title
     return Scale(name, low, high, cmap or (DIVERGING if signed else SEQUENTIAL), log)
 

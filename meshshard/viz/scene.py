@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import warnings
 from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,8 @@ from meshshard.viz.subject import Subject
 __all__ = ["Scene", "Style", "scene_of"]
 
 PLANE = re.compile(r"(-?)([xyz])(?:=([-+.\de]+))?")
+NUMBERS = {"size": 2, "direction": 3, "up": 3, "focus": 6, "clim": 2}  # how many in a `Style`
+LARGEST = {"explode": 1e3, "zoom": 1e6, "size": 20_000}
 DENSE = 0.8  # share of the cells that fill the picture of a solid
 
 
@@ -103,6 +107,12 @@ class Scene:
         style, points = self.style, self.body.mesh.points
         if isinstance(style.focus, tuple):
             box = np.array(style.focus, float).reshape(3, 2)
+            ends = points.min(axis=0), points.max(axis=0)
+            if not self.shift.any() and ((box[:, 0] > ends[1]) | (box[:, 1] < ends[0])).any():
+                spans = ", ".join(
+                    f"{low:.4g} to {high:.4g}" for low, high in zip(*ends, strict=True)
+                )
+                raise RenderError(f"focus is {style.focus}: nothing is there; x, y, z are {spans}")
             return np.asarray(np.stack(np.meshgrid(*box), axis=-1).reshape(-1, 3))
         if style.focus not in ("auto", ""):
             raise RenderError(f"focus is {style.focus!r}; expected six numbers, 'auto' or ''")
@@ -131,8 +141,9 @@ def scene_of(subject: Subject, explode: float, halo: int | None, style: Style) -
     """The scene that `plot_shards` draws; its arguments are explained there.
 
     Raises:
-        RenderError: the shard does not exist, or `style.clip` is not valid.
+        RenderError: the shard does not exist, or `explode` or an option is not valid.
     """
+    _check(style, explode)
     if halo is not None:
         subject.check_shard(halo)
     if style.slice and halo is not None:
@@ -161,6 +172,34 @@ def scene_of(subject: Subject, explode: float, halo: int | None, style: Style) -
     return scene
 
 
+def _check(style: Any, explode: Any) -> None:
+    """Verify the numbers of a style.
+
+    Raises:
+        RenderError: one is not a number, too many, too few, or out of range.
+    """
+    for name, n in NUMBERS.items():
+        value = getattr(style, name)
+        if value is None or isinstance(value, str):
+            continue
+        if np.shape(value) != (n,) or not all(
+            isinstance(v, (int, float, np.number)) and isfinite(v) for v in value
+        ):
+            raise RenderError(f"{name} is {value!r}; expected {n} numbers")
+    if not (isinstance(explode, (int, float)) and 0 <= explode <= LARGEST["explode"]):
+        raise RenderError(f"explode is {explode!r}; expected 0 to {LARGEST['explode']:g}")
+    if not 0 < style.zoom <= LARGEST["zoom"]:
+        raise RenderError(f"zoom is {style.zoom!r}; expected above 0, at most {LARGEST['zoom']:g}")
+    if not all(isinstance(v, (int, np.integer)) and 0 < v <= LARGEST["size"] for v in style.size):
+        raise RenderError(f"size is {style.size!r}; expected pixels up to {LARGEST['size']:,}")
+    if not np.any(style.up) or (style.direction is not None and not np.any(style.direction)):
+        raise RenderError("direction and up must not be (0, 0, 0)")
+    if isinstance(style.focus, tuple) and any(np.diff(style.focus)[::2] < 0):
+        raise RenderError(f"focus is {style.focus}; expected x min, x max, y min, y max, …")
+    if style.max_cells < 1:
+        raise RenderError(f"max_cells is {style.max_cells}; expected at least 1")
+
+
 def _body(mesh: Mesh, label: Array, clip: str, *, separate: bool) -> Drawing:
     """Drawing of a mesh.
 
@@ -171,6 +210,8 @@ def _body(mesh: Mesh, label: Array, clip: str, *, separate: bool) -> Drawing:
         separate: close the surface of every shard of a solid, also between shards.
     """
     rows = _kept_rows(mesh, clip)
+    if not len(rows):
+        raise RenderError(f"{mesh.name}: nothing is left at clip={clip!r}; choose another plane")
     body = drawing_of(mesh, rows, label[rows] if separate else np.zeros(len(rows), np.int64))
     return replace(body, shard=label[body.rows])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshshard.atomic_write import atomic_file, check_directory, report_write_errors
+from meshshard.atomic_write import check_directory
 from meshshard.errors import n_of
 from meshshard.mesh import Array, Mesh
 from meshshard.viz.annotations import (
@@ -24,7 +24,15 @@ from meshshard.viz.camera import fit, view_axes
 from meshshard.viz.colors import INK, LIGHT
 from meshshard.viz.drawing import Drawing, cut_lines, drawing_of
 from meshshard.viz.html_page import write_page
-from meshshard.viz.rendering import LINE, check_window, enlargement, plotter, point_size
+from meshshard.viz.rendering import (
+    LINE,
+    check_picture,
+    check_window,
+    enlargement,
+    plotter,
+    point_size,
+    save_picture,
+)
 from meshshard.viz.scales import Scale, magnitude, scale_of
 from meshshard.viz.scene import Scene, Style, scene_of
 from meshshard.viz.subject import Drawable, Subject, subject_of
@@ -331,6 +339,8 @@ def view(
     for file in (png, html):
         if file is not None:
             check_directory(file)
+    if png is not None:
+        check_picture(png)
     style = style or Style()
     scene = scene_of(subject_of(folder), explode, None, replace(style, off_screen=True))
     written = []
@@ -338,11 +348,7 @@ def view(
         _write_html(scene, field, Path(html))
         written.append(Path(html))
     if png is not None:
-        made = _picture(scene, field)
-        with report_write_errors(Path(png)), atomic_file(Path(png)) as part:
-            made.screenshot(str(part))
-        made.close()
-        written.append(Path(png))
+        written.append(save_picture(_picture(scene, field), png))
     if show:
         check_window()
         scene.style = style

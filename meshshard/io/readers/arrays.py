@@ -316,7 +316,7 @@ def tensor_values(tensor: Any, name: str) -> Array:
     except (TypeError, RuntimeError):  # NotImplementedError is a RuntimeError
         kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device.type}"
         raise TypeError(
-            f"{name} is no plain array ({kind}); make it a dense float tensor"
+            f"{name} is not a plain array ({kind}); make it a dense float tensor"
         ) from None
 
 
