@@ -74,6 +74,17 @@ def test_points_that_are_not_finite_are_named():
     points[3, 1] = np.nan
     with pytest.raises(MeshError, match=r"1 point not finite: ids \[3\]"):
         knn_graph(points, 2)
+    with pytest.raises(MeshError, match=r"1 point not below 1e\+150: ids \[3\]; rescale"):
+        knn_graph(np.nan_to_num(points, nan=1e200), 2)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, np.nan, "2", None])
+def test_numbers_of_neighbors_and_radii_are_positive(wrong):
+    with pytest.raises(MeshError, match=r"k is .* expected the number of neighbors"):
+        knn_graph(np.eye(3), wrong)
+    if wrong != 1.5:
+        with pytest.raises(MeshError, match=r"radius is .* expected a distance above 0"):
+            radius_graph(np.eye(3), wrong)
 
 
 @given(graphs())

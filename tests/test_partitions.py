@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
+from scipy.sparse import csr_array
 from strategies import grid_surface, grid_volume, surfaces, volumes
 
 from meshshard.errors import MeshshardError, MeshWarning, PartitionError
@@ -104,6 +106,12 @@ def test_a_graph_of_neighbors_instead_of_the_mesh():
     assert not made.graph.symmetric
     with pytest.raises(PartitionError, match=r"the graph has 300 nodes, expected 336 \(points\)"):
         partition(SHEET, 5, on="points", graph=graph)
+
+
+def test_labels_as_a_tensor():
+    labels = np.arange(300) % 3
+    made = partition(SHEET, 3, method=torch.from_numpy(labels))
+    assert np.array_equal(made.labels, labels)
 
 
 def test_a_bare_graph():
@@ -206,7 +214,19 @@ def test_a_partition_prints_as_text_and_html():
     [
         ({"parts": 0}, "parts 0"),
         ({"parts": [1, -1]}, "positive share"),
+        ({"parts": ["a"]}, "positive share"),
+        ({"parts": [1, np.inf]}, "positive share"),
         ({"parts": 2, "halo": 0}, "halo 0 must be 1 to 255 hops"),
+        ({"parts": 2, "halo": 1.5}, "halo 1.5 must be 1 to 255 hops"),
+        ({"parts": 2, "halo": "1"}, "halo '1' must be"),
+        ({"parts": 2, "graph": csr_array((300, 300))}, "graph is a csr_array; pass a Graph"),
+        ({"parts": 2, "weights": np.ones(300, complex)}, "weights are of type complex128"),
+        ({"parts": 2, "weights": ["a"] * 300}, "weights are of type <U1; expected a number for"),
+        ({"parts": 2, "weights": np.ma.masked_less(np.arange(300), 5)}, "weights are masked"),
+        (
+            {"parts": 2, "method": np.ma.masked_less(np.arange(300) % 2, 1)},
+            "masked labels; replace",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused(arguments, message):

@@ -10,6 +10,7 @@ import numpy as np
 from meshshard.errors import MeshError
 from meshshard.graph.neighbors import NeighborIndex, finite, rank_in_row
 from meshshard.mesh import Array, Mesh
+from meshshard.mesh.checks import is_count, is_positive
 from meshshard.mesh.facets import Matches, edges, facets, match
 from meshshard.mesh.ragged import offsets_of
 
@@ -171,8 +172,10 @@ def knn_graph(points: Array, k: int) -> Graph:
         Coincident points are neighbors.
 
     Raises:
-        MeshError: points are not finite.
+        MeshError: points are not finite, or `k` is not an integer above 0.
     """
+    if not is_count(k):
+        raise MeshError(f"k is {k!r}; expected the number of neighbors, at least 1")
     points = finite(points)
     n, k = len(points), min(k, len(points) - 1)
     if k < 1:
@@ -194,8 +197,11 @@ def radius_graph(points: Array, radius: float, max_neighbors: int | None = None)
         ordered by distance, and ties by id.
 
     Raises:
-        MeshError: points are not finite, or there are 2^31 edges or more.
+        MeshError: points are not finite, `radius` is not a positive number, or there are 2^31 edges
+            or more.
     """
+    if not is_positive(radius):
+        raise MeshError(f"radius is {radius!r}; expected a distance above 0")
     points = finite(points)
     n = len(points)
     index = NeighborIndex(points)

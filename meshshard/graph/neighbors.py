@@ -207,8 +207,11 @@ def finite(points: Array) -> Array:
     near = np.abs(points) < LARGE
     if not near.all():
         bad = np.flatnonzero(~near.all(axis=1))
+        large = np.isfinite(points[bad]).all()
+        what = f"not below {LARGE:g}" if large else "not finite"
         raise MeshError(
-            f"{n_of(len(bad), 'points')} not finite: ids {bad[:5].tolist()}; remove them"
+            f"{n_of(len(bad), 'points')} {what}: ids {bad[:5].tolist()}; "
+            f"{'rescale' if large else 'remove'} them"
         )
     return points
 

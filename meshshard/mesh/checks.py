@@ -22,6 +22,8 @@ __all__ = [
     "check_cells",
     "check_names",
     "check_points",
+    "is_count",
+    "is_positive",
     "is_unicode",
     "warn",
     "warn_fields",
@@ -60,6 +62,16 @@ def check(mesh: Mesh) -> Mesh:
     _check_lengths(mesh.cell_fields, mesh.n_cells, "cell", mesh.name)
     warn_fields(mesh)
     return mesh
+
+
+def is_positive(value: Any, kinds: Any = (int, float, np.number)) -> bool:
+    """Whether a value is a number above 0."""
+    return isinstance(value, kinds) and bool(value > 0)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer above 0."""
+    return is_positive(value, (int, np.integer))
 
 
 def is_unicode(name: str) -> bool:

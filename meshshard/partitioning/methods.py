@@ -212,7 +212,7 @@ class Given:
             PartitionError: the file cannot be read, or a line is not an integer.
         """
         if not isinstance(self.labels, (str, Path)):
-            return np.asarray(self.labels)
+            return np.asanyarray(self.labels)
         try:
             words = Path(self.labels).read_text().split()
         except (OSError, UnicodeDecodeError) as error:
@@ -269,7 +269,8 @@ def partitioner_of(method: Any = None, options: Mapping[str, Any] | None = None)
         meant = f"; did you mean {near[0]!r}? Methods are" if near else "; use"
         names = ", ".join(METHODS)
         raise PartitionError(f"method {method!r} is unknown{meant} {names}, or a file of labels")
-    return Given(method) if isinstance(method, (np.ndarray, list, str, Path)) else method
+    is_labels = isinstance(method, (np.ndarray, list, str, Path)) or hasattr(method, "__array__")
+    return Given(method) if is_labels else method
 
 
 def too_many(parts: int) -> str:
@@ -330,6 +331,8 @@ def label(
 
 def _verify(labels: Array, n: int, parts: int, source: str) -> Array:
     """Labels as (n,) int64, validated."""
+    if np.ma.is_masked(labels):
+        raise PartitionError(f"{source} gave masked labels; replace with .filled(…)")
     labels = np.asarray(labels)
     if labels.shape != (n,):
         raise PartitionError(f"{source} gave labels of shape {labels.shape}, expected ({n},)")

@@ -26,6 +26,7 @@ from meshshard.graph.plan import (
     send_lists,
 )
 from meshshard.mesh import Array, Mesh
+from meshshard.mesh.checks import is_count
 from meshshard.mesh.inspection import weld_and_match
 from meshshard.mesh.ragged import offsets_of
 from meshshard.partitioning.methods import (
@@ -358,13 +359,13 @@ def partition(
     k, targets = _parts(parts)
     if k > MAX_PARTS:
         raise PartitionError(too_many(k))
-    if not 1 <= halo <= MAX_HOPS:
-        raise PartitionError(f"halo {halo} must be 1 to {MAX_HOPS} hops")
+    if not is_count(halo) or halo > MAX_HOPS:
+        raise PartitionError(f"halo {halo!r} must be 1 to {MAX_HOPS} hops")
     partitioner = partitioner_of(method)
     source, of_item = source_of(mesh)
     if source is not None:
         entity = entity_of(source, on)
-        source, graph = _graph_of(source, entity, graph or of_item)
+        source, graph = _graph_of(source, entity, of_item if graph is None else graph)
     else:
         entity, graph = "nodes", cast("Graph", of_item).check()
     if weights is not None:
@@ -423,9 +424,11 @@ def _graph_of(mesh: Mesh, entity: str, graph: Graph | None) -> tuple[Mesh, Graph
     return mesh, point_graph(mesh)
 
 
-def _checked(mesh: Mesh, entity: str, graph: Graph) -> Graph:
+def _checked(mesh: Mesh, entity: str, graph: Any) -> Graph:
     """A graph that was passed as an argument, validated."""
     n = mesh.n_cells if entity == "cells" else mesh.n_points
+    if not isinstance(graph, Graph):
+        raise PartitionError(f"{mesh.name}: graph is a {type(graph).__name__}; pass a Graph")
     if graph.n_nodes != n:
         raise PartitionError(
             f"{mesh.name}: the graph has {graph.n_nodes} nodes, expected {n} ({entity})"
@@ -456,8 +459,9 @@ def _parts(parts: int | Sequence[float]) -> tuple[int, Array | None]:
         if parts < 1:
             raise PartitionError(f"parts {parts} must be at least 1")
         return int(parts), None
-    shares = np.asarray(parts, np.float64)
-    if shares.ndim != 1 or not len(shares) or not (shares > 0).all():
+    shares = np.asarray(parts)
+    positive = shares.dtype.kind in "fiu" and (shares > 0).all() and np.isfinite(shares).all()
+    if shares.ndim != 1 or not len(shares) or not positive:
         raise PartitionError(f"parts {parts!r} must be a number, or a positive share for each part")
     return len(shares), shares / shares.sum()
 
@@ -468,7 +472,10 @@ def _weights(mesh: Mesh | None, entity: str, weights: Array | str, n: int) -> Ar
         if mesh is None:
             raise PartitionError(f"weights {weights!r}: a bare graph has no fields; pass an array")
         weights = _field(mesh, entity, weights)
-    weights = np.asarray(weights)
+    masked, weights = np.ma.is_masked(weights), np.asarray(weights)
+    if masked or weights.dtype.kind not in "fiub":
+        what = "masked" if masked else f"of type {weights.dtype}"
+        raise PartitionError(f"weights are {what}; expected a number for each of the {entity}")
     if weights.shape != (n,):
         raise PartitionError(f"weights have shape {weights.shape}, expected ({n},)")
     return weights
