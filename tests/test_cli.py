@@ -241,6 +241,21 @@ def test_gather_labels(body: str, capsys: pytest.CaptureFixture[str], name: str)
     assert out == f"{name}: labels of 9,794 cells\n"
     call(capsys, "partition", body, "--parts", 3, "--method", name, "--out", "again")
     assert_bits(store.load("again/body.shards").labels(), store.load("body.shards").labels())
+    for more in (["--source", body], ["--with", "prediction"]):
+        assert main(["gather", "body.shards", "-o", name, *more]) == 2
+        assert "labels have no fields; leave out" in capsys.readouterr().err
+
+
+def test_options_that_do_not_apply_are_refused(
+    body: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(capsys, "partition", body, "--parts", 3)
+    for words, said in (
+        (["info", "body.shards", "--time", "3"], "has one time step; leave out --time"),
+        (["gather", "body.shards", "-o", "x.vtp", "--source", "."], "Is a directory; name a file"),
+    ):
+        assert main(words) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_gather_with_results_and_source(body: str, capsys: pytest.CaptureFixture[str]) -> None:

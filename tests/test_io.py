@@ -338,6 +338,35 @@ def test_legacy(load):
             load("a.vtk", LEGACY.replace(*change))
 
 
+PLY = """ply
+format ascii 1.0
+element vertex 3
+property float x
+property float y
+property float z
+property uchar red
+element tristrips {n}
+property list int int vertex_indices
+end_header
+0 0 0 255
+1 0 0 {red}
+0 1 0 0
+"""
+
+
+def test_what_ply_and_csv_cannot_hold_is_said(load):
+    with pytest.warns(MeshWarning, match="elements left out: tristrips; only vertex and face are"):
+        load("a.ply", PLY.format(n=1, red=7) + "3 0 1 2\n")
+    assert load("a.ply", PLY.format(n=0, red=7)).point_fields["red"].tolist() == [255, 7, 0]
+    for red in (256, -1, "nan"):
+        with pytest.raises(ReadError, match="damaged in the element 'vertex'"):
+            load("a.ply", PLY.format(n=0, red=red))
+    with pytest.warns(MeshWarning, match="a.csv: id: integers from 2.53 on are rounded; use"):
+        load("a.csv", "x,y,z,id\n0,0,0,9007199254740993\n")
+    with pytest.raises(ReadError, match="empty: no points below the header line"):
+        load("a.csv", "x,y,z\n")
+
+
 def test_clouds(load, tmp_path):
     points = np.random.default_rng(0).random((5, 3))
     np.savez(tmp_path / "a.npz", pos=points, p=np.arange(5))

@@ -182,6 +182,11 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     bad = Mesh(points=np.eye(3), point_fields={"s": np.array(["a", "b", "c"])})
     with pytest.raises(MeshshardError, match="'s' of type"):
         io.write(bad, path)
+    for name, shape, words in (("", (3,), "an array has no name"), ("q", (3, 0), "'q' has no val")):
+        bad = Mesh(points=np.eye(3), point_fields={name: np.zeros(shape)})
+        for other in ("a.vtp", "a.vtu", "a.vtkhdf"):
+            with pytest.raises(MeshshardError, match=words):
+                io.write(bad, tmp_path / other)
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshshard.atomic_write import check_directory
-from meshshard.cli.output import add_output_options, print_json, print_warnings, say, warn
+from meshshard.cli.output import add_output_options, fail, print_json, print_warnings, say, warn
 from meshshard.errors import StoreError, n_of
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def _write_labels(folder: Folder, args: argparse.Namespace) -> int:
     """Write the shard of every cell or point, in the order of the source."""
     from meshshard.io.writers import write_labels
 
+    if args.source or args.sets:
+        return fail(f"{args.output}: labels have no fields; leave out --source and --with", 2)
     labels = folder.labels()
     write_labels(labels, Path(args.output))
     if args.json:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshshard.cli.output import add_output_options, fail, print_json, print_warnings, say, warn
-from meshshard.errors import MeshshardError, MeshWarning, n_of, printable
+from meshshard.errors import MeshshardError, MeshWarning, StoreError, n_of, printable
 from meshshard.mesh import Array, Mesh
 from meshshard.mesh.facets import Matches
 from meshshard.mesh.mesh import cell_counts
@@ -71,6 +71,8 @@ def about(path: str | Path, time: float | None = None) -> dict[str, Any]:
         MeshshardError: it cannot be read.
     """
     if (Path(path) / "manifest.json").exists() or Path(path).name.endswith(".shards"):
+        if time is not None:
+            raise StoreError(f"{path}: a folder of shards has one time step; leave out --time")
         return _about_folder(path)
     from meshshard import io
 

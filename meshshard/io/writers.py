@@ -104,8 +104,11 @@ def vtk_storable(values: Array, name: str) -> Array:
     The array itself if possible; bool becomes uint8, float16 becomes float32.
 
     Raises:
-        MeshshardError: VTK has no such type.
+        MeshshardError: VTK has no such type, no arrays without a name or without values in a row.
     """
+    if not name or 0 in values.shape[1:]:
+        what = f"array {name!r} has no values in a row" if name else "an array has no name"
+        raise MeshshardError(f"{what}, which VTK files cannot hold; rename it or leave it out")
     if values.dtype.kind == "b":
         values = values.view(np.uint8)
     elif values.dtype == np.float16:

@@ -237,6 +237,13 @@ def part_name(name: str, shard: int) -> str:
 
 
 def sha256(path: str | Path) -> str:
-    """Hex digest of a file, read in blocks."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Hex digest of a file, read in blocks.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}; name a file") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -219,19 +220,28 @@ def read_csv(path: Path) -> list[Dataset]:
     if axes is None:
         raise ReadError(f"{path}: no columns x, y, z in its header line: {', '.join(names)[:200]}")
     try:
-        table = np.loadtxt(path, delimiter=mark, skiprows=1, ndmin=2, encoding="utf-8-sig")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "loadtxt: input contained no data")
+            table = np.loadtxt(path, delimiter=mark, skiprows=1, ndmin=2, encoding="utf-8-sig")
     except (ValueError, OverflowError):
         raise ReadError(_damage(path, mark, names)) from None
     if table.size and table.shape[1] != len(names):
         raise ReadError(_damage(path, mark, names))
+    if not table.size:
+        raise ReadError(f"{path}: empty: no points below the header line")
+    ids = [name for name, c in zip(names, table.T, strict=True) if _were_large_integers(c)]
+    if ids:
+        warn(f"{path}: {', '.join(ids)}: integers from 2^53 on are rounded; use .npz")
     columns = {name: np.ascontiguousarray(c) for name, c in zip(names, table.T, strict=False)}
     if len(columns) < len(names):
         warn(f"{path}: several columns have the same name; the last of each is kept")
     taken = [names[lower.index(axis)] for axis in axes if axis in lower]
-    if not table.size:
-        raise ReadError(f"{path}: empty: no points below the header line")
     points = np.column_stack([columns.pop(name) for name in taken])
     return [cloud({"points": points, **columns}, path)]
+
+
+def _were_large_integers(values: Array) -> bool:
+    return float(np.abs(values).max()) >= 2**53 and bool((values == np.rint(values)).all())
 
 
 def _damage(path: Path, mark: str, names: list[str]) -> str:

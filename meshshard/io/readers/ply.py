@@ -18,6 +18,7 @@ from meshshard.io.dataset import Dataset
 from meshshard.io.readers.scanner import Scanner
 from meshshard.mesh import Array
 from meshshard.mesh.cells import POLYGON
+from meshshard.mesh.checks import warn
 from meshshard.mesh.ragged import no_rows, offsets_of
 
 __all__ = ["read_ply"]
@@ -73,6 +74,8 @@ def read_ply(path: Path) -> list[Dataset]:
     byte_order, elements = _header(file)
     if not byte_order:
         file = Scanner(path, file.floats().tobytes())
+    if other := [e.name for e in elements if e.n and e.name not in ("vertex", "face")]:
+        warn(f"{path}: elements left out: {', '.join(other)}; only vertex and face are read")
     read = {element.name: _read_element(file, byte_order, element) for element in elements}
     none = _Columns({}, *no_rows())
     points, faces = read.get("vertex", none).scalars, read.get("face", none)
@@ -215,7 +218,7 @@ def _parse(data: bytes, byte_order: str, properties: list[_Property], layout: _L
     for p in properties:
         dtype = _dtype(byte_order, p.dtype)
         if not p.count_dtype:
-            scalars[p.name] = _values(data, at, dtype)[:, 0].astype(p.dtype)
+            scalars[p.name] = _as_type(_values(data, at, dtype)[:, 0], p.dtype)
             at = at + dtype.itemsize
             continue
         count_dtype, count_at = _dtype(byte_order, p.count_dtype), next(counts)
@@ -225,6 +228,15 @@ def _parse(data: bytes, byte_order: str, properties: list[_Property], layout: _L
             polygons = _ragged(data, at, count, dtype)
         at = at + count * dtype.itemsize
     return _Columns(scalars, *polygons)
+
+
+def _as_type(values: Array, dtype: str) -> Array:
+    """Values as `dtype`; the numbers of an ascii file may not fit."""
+    if values.dtype.kind == "f" and dtype[0] in "iu":
+        limits = np.iinfo(dtype)
+        if not ((values >= limits.min) & (values <= limits.max)).all():
+            raise ValueError(f"a value does not fit {dtype}")
+    return values.astype(dtype)
 
 
 def _ragged(data: bytes, at: Array, counts: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
