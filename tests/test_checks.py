@@ -1,5 +1,7 @@
 """An inconsistent mesh is refused, and the message names the cell, point or field."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -52,6 +54,15 @@ def test_forms_of_cells():
 def test_inconsistent_meshes_are_refused(options, words):
     with pytest.raises(MeshError, match=words):
         from_arrays(SQUARE, **options)
+
+
+@pytest.mark.parametrize(("values", "words"), [(np.zeros(3), "3 rows"), (1.0, "a single value")])
+def test_no_mesh_has_fields_of_another_length(values, words):
+    quads = from_arrays(SQUARE, np.array([[0, 1, 2, 3]]))
+    with pytest.raises(MeshError, match=f"cell field 'p' has {words} for 1 cell"):
+        quads.with_fields(cell={"p": values})
+    with pytest.raises(MeshError, match=f"point field 'p' has {words} for 4 points"):
+        replace(quads, point_fields={"p": values})
 
 
 def test_points():

@@ -125,6 +125,13 @@ def test_results_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     rows = [np.zeros(n) for n in folder.sizes]
     with pytest.raises(StoreError, match=r"'p' has 1 row, but shard 0 owns"):
         folder.put(0, {"p": np.zeros(1)})
+    for shard in (-1, 99):
+        with pytest.raises(StoreError, match=f"has no shard {shard}; shards are 0 to"):
+            folder.put(shard, {"p": rows[0]})
+    with pytest.raises(StoreError, match="'p' has masked values; replace"):
+        folder.put(0, {"p": np.ma.masked_invalid(rows[0] * np.nan)})
+    with pytest.raises(StoreError, match="'p' has 1 row, but shard 0 owns"):
+        folder.put(0, {"p": 3.0})
     with pytest.raises(StoreError, match="cannot be named 'shard'"):
         folder.put(0, {"p": rows[0]}, "shard")
     for name in ("../x", "", "a/b", "a b"):

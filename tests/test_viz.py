@@ -402,6 +402,11 @@ def test_predictions_of_vectors_clouds_and_meshes(mesh: Mesh, log: bool) -> None
         plot_prediction(mesh, "CpMeanTrim", field)
     with pytest.raises(RenderError, match="3 values cannot be drawn on 9,794 cells"):
         plot_prediction(mesh, "CpMeanTrim", np.zeros(3))
+    masked = np.ma.masked_less(mesh.cell_fields["CpMeanTrim"], 0)
+    wrong = {"masked": masked, "complex": field * 1j, "<U1": ["a"] * 9794, "int64": 3}
+    for said, values in wrong.items():
+        with pytest.raises(RenderError, match=f"values are .*{said}.*; expected a number for each"):
+            plot_prediction(mesh, "CpMeanTrim", values)
 
 
 def test_panels_have_one_camera(mesh: Mesh) -> None:

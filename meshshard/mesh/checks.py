@@ -58,8 +58,6 @@ def check(mesh: Mesh) -> Mesh:
         raise MeshError(f"{mesh.name}: cells have several dimensions {sorted(dims)}; keep one")
     check_points(mesh.points, mesh.name)
     check_names(mesh)
-    _check_lengths(mesh.point_fields, mesh.n_points, "point", mesh.name)
-    _check_lengths(mesh.cell_fields, mesh.n_cells, "cell", mesh.name)
     warn_fields(mesh)
     return mesh
 
@@ -89,16 +87,6 @@ def check_names(mesh: Mesh) -> None:
         for field in fields:
             if not is_unicode(field):
                 raise MeshError(f"{mesh.name}: {kind} field {field!r}: no Unicode name; rename it")
-
-
-def _check_lengths(fields: Mapping[str, Array], n: int, kind: str, name: str) -> None:
-    """Every field has a row for each point or cell."""
-    for field, values in fields.items():
-        if len(values) != n:
-            raise MeshError(
-                f"{name}: {kind} field '{field}' has {n_of(len(values), 'rows')} for "
-                f"{n_of(n, f'{kind}s')}"
-            )
 
 
 def check_cells(cells: Any, n_points: int, name: str) -> None:

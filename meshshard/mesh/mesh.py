@@ -82,6 +82,20 @@ class Mesh:
     blocks: tuple[str, ...] = ()
     name: str = "mesh"
 
+    def __post_init__(self) -> None:
+        """Verify that every field has a row for each point or cell.
+
+        Raises:
+            MeshError: one has more or fewer rows, or is a single value.
+        """
+        cells, points = (self.n_cells, self.cell_fields), (self.n_points, self.point_fields)
+        for kind, (n, fields) in {"cell": cells, "point": points}.items():
+            for key, values in fields.items():
+                if np.shape(values)[:1] != (n,):
+                    rows = n_of(len(values), "rows") if np.ndim(values) else "a single value"
+                    what = f"{self.name}: {kind} field '{key}'"
+                    raise MeshError(f"{what} has {rows} for {n_of(n, f'{kind}s')}")
+
     @property
     def n_points(self) -> int:
         """Number of points."""

@@ -242,9 +242,15 @@ class Folder:
             name: name of the set of results; it is complete once every shard has put its part.
 
         Raises:
-            StoreError: an array has another number of rows, or the name or a dtype is not allowed.
+            StoreError: the shard does not exist, an array has another number of rows, or the name
+                or a dtype is not allowed.
         """
+        if not 0 <= shard < self.k:
+            raise StoreError(f"{self.path}: has no shard {shard}; shards are 0 to {self.k - 1}")
         n = int(self.sizes[shard])
+        if masked := [field for field, values in fields.items() if np.ma.is_masked(values)]:
+            raise StoreError(f"{name}: {masked[0]!r} has masked values; replace with .filled(…)")
+        fields = {field: np.atleast_1d(values) for field, values in fields.items()}
         for field, values in fields.items():
             if len(values) != n:
                 rows = f"{field!r} has {n_of(len(values), 'rows')}"

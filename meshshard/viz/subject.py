@@ -118,7 +118,10 @@ class Subject:
             values, on_points = known[field], field not in mesh.cell_fields
         else:
             values = np.asarray(field)
-            on_points = len(values) != mesh.n_cells
+            on_points = len(np.atleast_1d(values)) != mesh.n_cells
+        if not values.ndim or values.dtype.kind not in "fiub" or np.ma.is_masked(field):
+            what = "masked" if np.ma.is_masked(field) else f"{values.shape} of {values.dtype}"
+            raise RenderError(f"{self.name}: values are {what}; expected a number for each cell")
         values = values.astype(np.float64)
         if len(values) not in (mesh.n_cells, mesh.n_points):
             expected = f"{mesh.n_cells:,} cells or {mesh.n_points:,} points"
