@@ -8,6 +8,7 @@ ordinary tensor of owned rows. Python sees the global shape: every torch functio
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -57,7 +58,15 @@ TRANSFORMED = (
     "torch.vmap and torch.func would take the owned rows as the whole tensor: call the function on "
     "x itself, differentiate with torch.autograd"
 )
-in_user_hook = [False]  # a user's hook on a gradient sees global shapes, although backward runs
+
+
+class _Hook(threading.local):
+    """Whether a user's hook on a gradient runs: it sees global shapes, although backward runs."""
+
+    runs = False
+
+
+in_user_hook = _Hook()
 
 
 class ShardTensor(Tensor):
@@ -240,7 +249,7 @@ def _in_local_backward(func: Any) -> bool:
 
     Checkpointing calls detach there on the inputs of the next forward, which stay sharded.
     """
-    return not torch.is_grad_enabled() and not in_user_hook[0] and func is not Tensor.detach
+    return not torch.is_grad_enabled() and not in_user_hook.runs and func is not Tensor.detach
 
 
 def _in_own_function(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

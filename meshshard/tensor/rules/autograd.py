@@ -59,11 +59,11 @@ def set_requires_grad(x: ShardTensor, value: bool) -> None:
 @contextmanager
 def _user_hook() -> Iterator[None]:
     """While a user's hook runs, sharded tensors have their global shape."""
-    in_user_hook[0] = True
+    in_user_hook.runs = True
     try:
         yield
     finally:
-        in_user_hook[0] = False
+        in_user_hook.runs = False
 
 
 def _shown(g: Any, sharding: Sharding, dim: int, scale: float) -> Any:
