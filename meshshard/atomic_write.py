@@ -56,7 +56,7 @@ def check_directory(path: str | Path) -> None:
     """
     parent = Path(path).absolute().parent
     if not parent.is_dir():
-        raise StoreError(f"{path}: cannot be written, there is no directory {parent}; create it")
+        raise StoreError(f"{path}: cannot be written, directory {parent} does not exist; create it")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StoreError(f"{path}: cannot be written, {parent} does not permit it")
 

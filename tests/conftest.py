@@ -1,10 +1,13 @@
 """Settings that all tests share."""
 
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from ranks import Ranks
+from samples import cut, surface
 
 # Shared and slow machines: time is pytest-timeout's business, not that of one example.
 settings.register_profile("house", deadline=None, print_blob=True)
@@ -22,6 +25,18 @@ def ranks():
     yield pools
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory):
+    """A surface in three shards, which tests do not change."""
+    return cut(surface(), 3).save(tmp_path_factory.mktemp("stored") / "x.shards")
+
+
+@pytest.fixture
+def folder(stored, tmp_path):
+    """A copy of it, which a test may change."""
+    return Path(shutil.copytree(stored, tmp_path / "x.shards"))
 
 
 def pytest_collection_modifyitems(items):

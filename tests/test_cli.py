@@ -321,7 +321,7 @@ def test_a_missing_directory_is_found_before_the_work(
 ) -> None:
     """The folder of shards does not exist either: it has not been opened."""
     _, err = call(capsys, *words, code=1)
-    assert re.fullmatch(r"error: no/x\.\w+: .* there is no directory /.*/no; create it\n", err)
+    assert re.fullmatch(r"error: no/x\.\w+: .* directory /.*/no does not exist; create it\n", err)
 
 
 def test_the_time_of_each_step(body: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from meshshard.comm import simulate
-from meshshard.tensor import NoShardRule, shard
+from meshshard.tensor import NoShardRule, moved, shard
 
 X = torch.arange(42.0).reshape(2, 7, 3)
 WRITES = {  # into x, and f, which in torch is a view of x
@@ -67,3 +67,15 @@ def test_the_copy_alone_may_be_written():
         return torch.equal(f.add_(1).gather(), X.flatten() + 1)
 
     assert all(simulate(3, _job))
+
+
+def test_pairs_that_no_longer_exist_are_forgotten():
+    def _job(domain):
+        x = placed(domain)
+        for _ in range(50):
+            x.flatten()
+        return True
+
+    before = len(moved._pairs)
+    assert all(simulate(3, _job))
+    assert len(moved._pairs) <= before + 3  # the last of each rank, until the next is made

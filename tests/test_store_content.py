@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +20,6 @@ from meshshard.store.shard_files import write_arrays
 
 SHARD = "shard_00001.safetensors"
 Arrays = dict[str, Array]
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cut(surface(), 3).save(tmp_path_factory.mktemp("good") / "x.shards")
-
-
-@pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(good, tmp_path / "x.shards"))
 
 
 def forge(folder: Path, change: Callable[[Arrays], Any]) -> None:

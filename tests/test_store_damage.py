@@ -23,16 +23,6 @@ from meshshard.store.manifest import why_foreign
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cut(surface(), 3).save(tmp_path_factory.mktemp("good") / "x.shards")
-
-
-@pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(good, tmp_path / "x.shards"))
-
-
 def change(folder: Path, **to: Any) -> None:
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())

@@ -27,9 +27,10 @@ _lock = Lock()
 def moved_from(x: Tensor, out: T) -> T:
     """The copy `out` of `x`, which in torch may be a view of it.
 
-    Whether it is one cannot be told alike on all ranks: strides of a rank without rows say little.
+    Ranks could not agree on whether it is one: the strides of a rank without rows do not show it.
     """
     with _lock:
+        _forget()
         _pairs.append((_memory(x), _memory(out)))
     return out
 
@@ -40,8 +41,13 @@ def is_moved(x: Tensor) -> bool:
         return False
     memory = _memory(x)
     with _lock:
-        _pairs[:] = [pair for pair in _pairs if not any(map(StorageWeakRef.expired, pair))]
+        _forget()
         return any(memory in pair for pair in _pairs)
+
+
+def _forget() -> None:
+    """Remove the pairs of which one no longer exists."""
+    _pairs[:] = [pair for pair in _pairs if not any(map(StorageWeakRef.expired, pair))]
 
 
 def _memory(x: Tensor) -> StorageWeakRef:

@@ -115,7 +115,8 @@ def _checked(func: Any, rule: Rule) -> Rule:
     """
 
     def _rule(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_autocast_enabled("cpu"):  # which changes types, but not of these tensors
+        # Autocast would change types, but not of these tensors.
+        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
             given = tree_map_only(Tensor, _without_data, (args, kwargs))
             with native(), torch.no_grad(), contextlib.suppress(NotImplementedError):
                 func(*given[0], **given[1])
